@@ -1,0 +1,49 @@
+#pragma once
+
+// Streams and events of the neuron device.
+//
+// Operators run at once on the host, so a stream holds no queue of them. What it does hold is pending work: collectives
+// that were posted and not yet carried out. Whoever orders itself after the stream (an event's block or synchronize, the
+// stream's or the device's synchronize) finishes that work first, so the data is there when the next operator reads it.
+
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace trn {
+
+// Work in flight on a stream. Implemented by the process group.
+class PendingWork {
+ public:
+  virtual ~PendingWork() = default;
+  // Makes progress without waiting for anybody; true when the work is done. Never throws.
+  virtual bool poll() = 0;
+  // Carries the work out, waiting for peers up to the work's deadline. Throws the work's error. May be called again.
+  virtual void finish() = 0;
+};
+
+// The stream that every thread starts with; its id is 0.
+c10::Stream default_stream(c10::DeviceIndex device);
+c10::Stream current_stream(c10::DeviceIndex device);
+// Makes `stream` current on its device for the calling thread; the former one is returned.
+c10::Stream exchange_stream(c10::Stream stream);
+// A fresh stream. `priority` is 0 (normal) or negative (high), as in CUDA.
+c10::Stream new_stream(c10::DeviceIndex device, int priority = 0);
+
+// Puts work on a stream, after all that it already holds.
+void add_pending(c10::Stream stream, std::shared_ptr<PendingWork> work);
+// Finishes all pending work of one stream, or of every stream of a device.
+void synchronize_stream(c10::Stream stream);
+void synchronize_device(c10::DeviceIndex device);
+// Whether nothing is pending on the stream; makes progress.
+bool query_stream(c10::Stream stream);
+
+// What an event recorded: the work that was pending on its stream at that moment.
+struct EventState {
+  c10::DeviceIndex device = -1;
+  std::vector<std::shared_ptr<PendingWork>> pending;
+};
+
+} // namespace trn
