@@ -1,0 +1,179 @@
+"""Metrics of a run, in files: what each rank writes, and how the ranks' lines become one line a step.
+
+A rank appends one JSON object a step to ``<job.dump_folder>/metrics/rank-NNNNN.jsonl``, through the hook that TorchTitan's
+train spec has for this (:func:`build_rank_metrics_processor`), so figures come as the floats that the trainer has, in full
+precision, and no collective is added. Whoever started the ranks joins the files with :class:`StepMerger`: ``trn train``
+while the run goes on, tests and tools afterwards. The second half of this file imports no torch.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+METRICS_FOLDER = "metrics"
+
+
+def rank_metrics_file(dump_folder: Path, rank: int) -> Path:
+    return dump_folder / METRICS_FOLDER / f"rank-{rank:05d}.jsonl"
+
+
+def build_rank_metrics_processor(
+    job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
+) -> Any:
+    """TorchTitan's metrics processor, which also appends each logged step to this rank's file.
+
+    Called by TorchTitan's trainer on every rank. A rank's line holds: ``step``; ``loss`` (mean over data-parallel ranks) and
+    ``max_loss``, null on a pipeline rank without the last stage; ``grad_norm`` (before clipping); ``lr``;
+    ``step_time_s`` (host time since the last line); ``hbm_active_peak_bytes``, ``hbm_reserved_peak_bytes`` (since the last
+    line).
+    """
+    import torch
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.tools.utils import device_module
+
+    class RankMetricsProcessor(MetricsProcessor):
+        def __init__(self) -> None:
+            super().__init__(job_config, parallel_dims, tag)
+            self.rank = torch.distributed.get_rank()
+            path = rank_metrics_file(Path(job_config.job.dump_folder), self.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A new run in an old folder starts its files anew; a resumed one continues them.
+            self.lines = path.open("a" if job_config.checkpoint.enable else "w", encoding="utf-8")
+
+        def log(
+            self,
+            step: int,
+            global_avg_loss: float,
+            global_max_loss: float,
+            grad_norm: float,
+            extra_metrics: dict[str, Any] | None = None,
+        ) -> None:
+            # TorchTitan's trainer puts -1 in place of the loss on pipeline ranks that do not hold the last stage.
+            elsewhere = parallel_dims.pp_enabled and global_avg_loss == -1.0
+            memory = device_module.memory_stats()
+            line = {
+                "step": step,
+                "loss": None if elsewhere else global_avg_loss,
+                "max_loss": None if elsewhere else global_max_loss,
+                "grad_norm": grad_norm,
+                "lr": (extra_metrics or {}).get("lr"),
+                "step_time_s": time.perf_counter() - self.time_last_log,
+                "hbm_active_peak_bytes": memory["active_bytes.all.peak"],
+                "hbm_reserved_peak_bytes": memory["reserved_bytes.all.peak"],
+            }
+            # One write a line, so that a reader never sees half of one and a killed rank leaves whole lines.
+            self.lines.write(json.dumps(line) + "\n")
+            self.lines.flush()
+            super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+
+        def close(self) -> None:
+            self.lines.close()
+            super().close()
+
+    return RankMetricsProcessor()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the whole run, as written to ``metrics.jsonl``.
+
+    Attributes:
+        step: counted from 1.
+        loss: mean over the global batch.
+        grad_norm: of all parameters, before clipping.
+        lr: learning rate of this step.
+        step_time_s: time on this host, of the slowest rank. In the first step it includes building the model.
+        tokens_per_s: of all ranks together, on this host.
+        hbm_peak_bytes: reserved memory of the fullest rank at its highest during the step.
+        hbm_peak_rank: that rank.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float | None
+    step_time_s: float
+    tokens_per_s: float
+    hbm_peak_bytes: int
+    hbm_peak_rank: int
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class InconsistentRanks(RuntimeError):
+    """Two ranks report different values of a quantity that is the same on all ranks."""
+
+
+def merge_step(lines: list[dict[str, Any]], tokens_per_step: int) -> Step:
+    """Joins the lines that the ranks (in order) wrote for one step.
+
+    Raises:
+        InconsistentRanks: ranks disagree on the loss or the gradient norm, or none of them has the loss.
+    """
+    step = lines[0]["step"]
+    values: dict[str, float] = {}
+    for key in ("loss", "grad_norm"):
+        for rank, line in enumerate(lines):
+            # NaN is not equal to itself; all ranks having it is agreement.
+            if line[key] is not None and repr(values.setdefault(key, line[key])) != repr(line[key]):
+                raise InconsistentRanks(
+                    f"step {step}: {key} is {line[key]!r} on rank {rank}, {values[key]!r} before it"
+                )
+        if key not in values:
+            raise InconsistentRanks(f"step {step}: no rank reports {key}")
+    step_time_s = max(line["step_time_s"] for line in lines)
+    fullest = max(range(len(lines)), key=lambda rank: lines[rank]["hbm_reserved_peak_bytes"])
+    return Step(
+        step=step,
+        loss=values["loss"],
+        grad_norm=values["grad_norm"],
+        lr=lines[0]["lr"],
+        step_time_s=step_time_s,
+        tokens_per_s=tokens_per_step / step_time_s,
+        hbm_peak_bytes=lines[fullest]["hbm_reserved_peak_bytes"],
+        hbm_peak_rank=fullest,
+    )
+
+
+class StepMerger:
+    """Follows the ranks' files while they grow and yields each step once all ranks have written it."""
+
+    def __init__(self, dump_folder: Path, ranks: int, tokens_per_step: int) -> None:
+        self.files = [rank_metrics_file(dump_folder, rank) for rank in range(ranks)]
+        self.tokens_per_step = tokens_per_step
+        self._offsets = [0] * ranks
+        self._waiting: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
+
+    def new_steps(self) -> Iterator[Step]:
+        """Yields the steps that became complete since the last call; returns at once if there are none."""
+        for rank, file in enumerate(self.files):
+            self._waiting[rank].extend(self._new_lines(rank, file))
+        while all(self._waiting):
+            lines = [waiting.pop(0) for waiting in self._waiting]
+            steps = sorted({line["step"] for line in lines})
+            if len(steps) > 1:
+                raise InconsistentRanks(
+                    f"the ranks' files do not hold the same steps: {steps[0]} and {steps[-1]} side by side"
+                )
+            yield merge_step(lines, self.tokens_per_step)
+
+    def _new_lines(self, rank: int, file: Path) -> list[dict[str, Any]]:
+        try:
+            with file.open("rb") as stream:
+                stream.seek(self._offsets[rank], os.SEEK_SET)
+                data = stream.read()
+        except FileNotFoundError:
+            return []
+        whole, newline, _ = data.rpartition(b"\n")
+        self._offsets[rank] += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines() if line]
+
+
+def read_steps(dump_folder: Path, ranks: int, tokens_per_step: int) -> list[Step]:
+    """All complete steps of a finished run, from the ranks' files."""
+    return list(StepMerger(dump_folder, ranks, tokens_per_step).new_steps())

@@ -1,0 +1,80 @@
+"""TorchTitan's own models, trained on our data and with our metrics: train specs registered under the models' own names.
+
+Importing this module registers, for every language model of TorchTitan, its own train spec with two fields replaced: the
+data loader (only for the texts in ``corpus.CORPORA``; any other ``training.dataset`` still goes to TorchTitan's loader) and
+the metrics processor. It is imported by :mod:`trn_dist.titan.config`, so a recipe's ``job.custom_config_module`` brings it
+into an unmodified ``torchtitan.train``. A package with a model of its own wraps its spec with :func:`with_own_data`.
+"""
+
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+from torchtitan.models import _supported_models
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+from trn_dist.titan.corpus import CORPORA, CorpusError, open_corpus
+from trn_dist.titan.dataloader import GlobalOrderDataLoader
+from trn_dist.titan.metrics import build_rank_metrics_processor
+
+# flux makes images with a trainer of its own, llama3_ft needs torchft; both keep TorchTitan's spec.
+LANGUAGE_MODELS = tuple(sorted(_supported_models - {"flux", "llama3_ft"}))
+
+
+def check_vocabulary(tokenizer: BaseTokenizer, model_args: Any, job_config: Any) -> None:
+    """Refuses a tokenizer with more tokens than the model has rows in its embedding."""
+    tokens = tokenizer.get_vocab_size()
+    if tokens > model_args.vocab_size:
+        raise CorpusError(
+            f"the tokenizer in model.hf_assets_path = {job_config.model.hf_assets_path!r} has {tokens} tokens, the model "
+            f"{job_config.model.name} {job_config.model.flavor} only {model_args.vocab_size}; take a larger flavor or a "
+            "smaller tokenizer"
+        )
+
+
+def with_own_data(spec: TrainSpec) -> TrainSpec:
+    """``spec`` with the data loader and the metrics of this package."""
+
+    def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: Any) -> BaseDataLoader:
+        training = job_config.training
+        check_vocabulary(tokenizer, spec.model_args[job_config.model.flavor], job_config)
+        if training.dataset not in CORPORA:
+            return spec.build_dataloader_fn(
+                dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
+            )
+        recipe = job_config.job.config_file
+        corpus = open_corpus(
+            training.dataset,
+            training.dataset_path,
+            text_field=job_config.neuron.text_field,
+            base=Path(recipe).resolve().parent if recipe else None,
+        )
+        return GlobalOrderDataLoader(
+            corpus,
+            tokenizer,
+            training.seq_len,
+            training.local_batch_size,
+            dp_rank,
+            dp_world_size,
+            shuffle_block=job_config.neuron.shuffle_block,
+        )
+
+    return dataclasses.replace(
+        spec,
+        build_dataloader_fn=build_dataloader,
+        build_metrics_processor_fn=spec.build_metrics_processor_fn or build_rank_metrics_processor,
+    )
+
+
+def register() -> None:
+    for name in LANGUAGE_MODELS:
+        spec = importlib.import_module(f"torchtitan.models.{name}").get_train_spec()
+        if spec.build_dataloader_fn is build_text_dataloader:
+            register_train_spec(name, with_own_data(spec))
+
+
+register()
