@@ -1,0 +1,115 @@
+"""What becomes of the ranks' output: to the terminal with a prefix a line, to one log file a rank, or both.
+
+Writes to the launcher's own stdout and stderr and to the log files. Called by ``supervisor``.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import select
+from collections.abc import Iterable
+from pathlib import Path
+
+STDOUT, STDERR = 1, 2
+
+_LONGEST_LINE_BYTES = 64 * 1024
+_TAIL_LINES = 40
+
+
+class TerminalClosedError(Exception):
+    """Nobody reads the launcher's output any more, as in ``trn run ... | head``."""
+
+
+def write_terminal(fd: int, data: bytes) -> None:
+    """Write everything to the launcher's stdout or stderr. Raises TerminalClosedError when its reader is gone."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # somebody who shares the terminal made it non-blocking
+            select.select([], [fd], [])
+        except BrokenPipeError:
+            raise TerminalClosedError from None
+        except OSError:  # a terminal that was hung up; the run goes on, the log files have it all
+            return
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own, on stderr."""
+    write_terminal(STDERR, f"trn: {text}\n".encode())
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 4``."""
+    numbers = sorted(ranks)
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {text}"
+
+
+class RankOutput:
+    """Both output streams of one rank.
+
+    Attributes:
+        shown: whether the terminal gets stdout, stderr, as a set of ``STDOUT`` and ``STDERR``.
+        tail: the last lines of stderr that the terminal did not get, for when the rank fails.
+    """
+
+    def __init__(self, rank: int, shown: bool, prefixed: bool, log_path: Path | None) -> None:
+        self.shown = {STDOUT, STDERR} if shown else set()
+        self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
+        self._prefix = f"[rank{rank}] ".encode() if prefixed else b""
+        self._pending = {STDOUT: b"", STDERR: b""}
+        self._log_path = log_path
+        self._log_fd = -1
+        if log_path is not None:
+            self._log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def feed(self, stream: int, data: bytes) -> None:
+        """Take what the rank wrote to ``stream``. The terminal gets whole lines, or everything at once without a prefix."""
+        self.log(data)
+        if not self._prefix and stream in self.shown:
+            write_terminal(stream, data)
+            return
+        data = self._pending[stream] + data
+        # A progress bar ends its line with a carriage return.
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not end and len(data) > _LONGEST_LINE_BYTES:
+            end = len(data)
+        self._pending[stream] = data[end:]
+        if end:
+            self._put(stream, data[:end])
+
+    def finish(self) -> None:
+        """Let go of an unfinished last line and close the log."""
+        for stream, data in self._pending.items():
+            if data:
+                self._put(stream, data + b"\n")
+        self._pending = {STDOUT: b"", STDERR: b""}
+        self.close()
+
+    def log(self, data: bytes) -> None:
+        """Write to the log file alone."""
+        try:
+            while data and self._log_fd >= 0:
+                data = data[os.write(self._log_fd, data) :]
+        except OSError as error:
+            self.close()
+            say(f"{self._log_path}: {error.strerror}; this log ends here, the run goes on")
+
+    def close(self) -> None:
+        if self._log_fd >= 0:
+            os.close(self._log_fd)
+            self._log_fd = -1
+
+    def _put(self, stream: int, lines: bytes) -> None:
+        if stream in self.shown:
+            write_terminal(stream, b"".join(self._prefix + line for line in lines.splitlines(keepends=True)))
+        elif stream == STDERR:
+            self.tail.extend(lines.splitlines(keepends=True))

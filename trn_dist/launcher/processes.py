@@ -1,0 +1,100 @@
+"""What Linux offers to start processes safely and to leave none behind.
+
+Touches only ``prctl`` and ``/proc``. Called by ``supervisor``, ``zygote`` and ``rank``; imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+RUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Every process of a run carries it in its environment with a value of the run's own, whatever its parent or session."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    if _libc.prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies, however the parent dies. Call right after the fork."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the call above
+        os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that they can be ended and reaped."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_thread_name(name: str) -> None:
+    """Name the calling thread as ``ps`` and ``top`` show it (15 bytes)."""
+    _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()[:15]).raw)
+
+
+def flush_c_streams() -> None:
+    """Write out what C and C++ code left in the buffers of stdout and stderr."""
+    _libc.fflush(None)
+
+
+def other_threads() -> list[str]:
+    """Names of this process's threads beside the calling one, as the kernel knows them."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) != os.getpid():
+            try:
+                names.append((task / "comm").read_text().strip())
+            except OSError:  # it has ended meanwhile
+                continue
+    return sorted(names)
+
+
+def processes_of_run(run_id: str) -> list[int]:
+    """Pids of this user's live processes, other than the caller, that were started within the run ``run_id``."""
+    marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if marker in (entry / "environ").read_bytes().split(b"\0"):  # empty for a zombie
+                found.append(int(entry.name))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found
+
+
+def kill_run(run_id: str, timeout_s: float = 5.0) -> list[int]:
+    """SIGKILL every other process of the run until none is left; returns the pids that outlive ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while remaining := processes_of_run(run_id):
+        for pid in remaining:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if time.monotonic() > deadline:
+            return remaining
+        time.sleep(0.01)
+    return []
+
+
+def reap_children() -> None:
+    """Collect the exit status of every child that has ended, without waiting for any."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
