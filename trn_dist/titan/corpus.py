@@ -9,9 +9,11 @@ import dataclasses
 import glob
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 # Folders of the standard library that hold no ordinary source: installed packages, and tests with broken encodings and
 # machine-made cases by the megabyte.
@@ -33,11 +35,13 @@ class Corpus:
         name: the corpus's name in ``training.dataset``.
         root: folder that the files' names are relative to; the folder itself may differ between machines.
         files: the files, in the order in which they are read.
+        location: the absolute path or pattern that stands for ``training.dataset_path``; None where none is needed.
     """
 
     name: str
     root: Path
     files: tuple[Path, ...]
+    location: Path | None = None
 
     def documents(self) -> Iterator[str]:
         """Yields each document's text. Bytes that are not UTF-8 become U+FFFD."""
@@ -135,32 +139,34 @@ def python_standard_library() -> Corpus:
     return Corpus("python_stdlib", root, tuple(files))
 
 
-def _files_at(name: str, path: str, suffix: str, base: Path | None) -> tuple[Path, tuple[Path, ...]]:
+class Location(NamedTuple):
+    """What ``training.dataset_path`` names: the absolute path or pattern, the folder of the files, the files in order."""
+
+    path: Path
+    root: Path
+    files: tuple[Path, ...]
+
+
+def _files_at(name: str, path: str, suffix: str, base: Path | None) -> Location:
     """The files that ``path`` names: a file, a folder (every file in it that ends in ``suffix``) or a glob pattern.
 
     A relative path is looked up from the working directory, then from ``base`` (the recipe's folder).
     """
-    tried = []
-    for start in (Path.cwd(), base):
-        if start is None:
-            continue
-        place = start / Path(path).expanduser()
-        if str(place) in tried:
-            continue
-        tried.append(str(place))
+    places = list(dict.fromkeys(start / Path(path).expanduser() for start in (Path.cwd(), base) if start is not None))
+    for place in places:
         if place.is_file():
-            return place.parent, (place,)
+            return Location(place, place.parent, (place,))
         if place.is_dir():
             files = sorted((file for file in place.rglob(f"*{suffix}") if file.is_file()), key=lambda f: f.as_posix())
             if not files:
                 raise CorpusError(f"training.dataset_path = {path!r}: no {suffix} file in the folder {place}")
-            return place, tuple(files)
+            return Location(place, place, tuple(files))
         found = sorted(Path(match) for match in glob.glob(str(place), recursive=True) if Path(match).is_file())
         if found:
-            return start, tuple(found)
+            return Location(place, Path(os.path.commonpath([file.parent for file in found])), tuple(found))
     raise CorpusError(
         f"training.dataset_path = {path!r} (for training.dataset = {name!r}): no such file, folder or pattern; "
-        f"looked at {' and '.join(tried)}"
+        f"looked at {' and '.join(map(str, places))}"
     )
 
 
@@ -189,9 +195,9 @@ def open_corpus(name: str, path: str | None = None, text_field: str = "text", ba
         return python_standard_library()
     if not path:
         raise CorpusError(f"training.dataset = {name!r} needs training.dataset_path: a file, a folder or a pattern")
-    root, files = _files_at(name, path, suffix, base)
+    location, root, files = _files_at(name, path, suffix, base)
     if name == "jsonl":
-        return JsonLinesCorpus(name, root, files, text_field)
+        return JsonLinesCorpus(name, root, files, location, text_field)
     if name == "parquet":
-        return ParquetCorpus(name, root, files, text_field)
-    return Corpus(name, root, files)
+        return ParquetCorpus(name, root, files, location, text_field)
+    return Corpus(name, root, files, location)

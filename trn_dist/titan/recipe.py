@@ -1,0 +1,681 @@
+"""Recipes: a TOML file in TorchTitan's own sections plus the table ``[neuron]``, read, checked and resolved.
+
+Everything that can be said about a recipe before ranks are started is said here, all mistakes at once, each with file,
+line, key, value and what would be right. TorchTitan's dataclasses decide which keys exist and which values they take; the
+rules on sizes and degrees are those that TorchTitan or PyTorch would raise later, on every rank. Called by
+:mod:`trn_dist.titan.train`; starts nothing and writes nothing but what :func:`to_toml` returns.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import json
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+CONFIG_MODULE = "trn_dist.titan.config"
+
+Tree = dict[str, Any]
+
+
+class RecipeError(ValueError):
+    """A recipe (or what was added on the command line) is wrong. ``problems`` holds one sentence for each mistake."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the ranks are arranged; the product of all but ``ep`` is the number of ranks."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    pp: int
+    ep: int
+
+    @property
+    def dp(self) -> int:
+        """Number of data-parallel ranks, each of which reads its own samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.cp * self.tp * self.pp
+
+    def __str__(self) -> str:
+        parts = []
+        if self.dp_replicate > 1 and self.dp_shard > 1:
+            parts.append(f"HSDP {self.dp_replicate} x {self.dp_shard}")
+        elif self.dp_replicate > 1:
+            parts.append(f"DDP {self.dp_replicate}")
+        elif self.dp_shard > 1:
+            parts.append(f"FSDP2 {self.dp_shard}")
+        names = (("CP", self.cp), ("TP", self.tp), ("PP", self.pp), ("EP", self.ep))
+        parts += [f"{name} {degree}" for name, degree in names if degree > 1]
+        return " x ".join(parts) or "one rank"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A recipe whose keys, values and sizes have been checked.
+
+    Attributes:
+        path: the TOML file.
+        config: TorchTitan's ``JobConfig`` with the table ``neuron``, defaults filled in, paths absolute.
+        layout: the degrees, with TorchTitan's -1 worked out.
+        global_batch_size: samples a step.
+        accumulation_steps: microbatches of a rank and step.
+    """
+
+    path: Path
+    config: Any
+    layout: Layout
+    global_batch_size: int
+    accumulation_steps: int
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def ranks(self) -> int:
+        return self.config.neuron.ranks
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.config.training.seq_len
+
+    @property
+    def logged_steps(self) -> int:
+        """Number of steps of a whole run for which TorchTitan logs metrics: the first, and every ``log_freq``-th."""
+        steps, every = self.config.training.steps, self.config.metrics.log_freq
+        return steps // every + (1 if every > 1 and steps > 0 else 0)
+
+
+def resolve(path: Path, overrides: list[str]) -> Recipe:
+    """Reads a recipe, applies the command line and checks the result.
+
+    Args:
+        path: the TOML file.
+        overrides: TorchTitan's own syntax: ``--section.key value``, ``--section.key=value``, for booleans
+            ``--section.key`` and ``--section.no-key``; dashes and underscores are the same.
+
+    Raises:
+        RecipeError: with all mistakes that were found.
+    """
+    text, tree = _read(path)
+    source = _Source(path, text, tree)
+    config_class = source.root_class = _config_class(source)
+    problems = list(_check_tree(source, config_class, tree, ()))
+    added, override_problems = _parse_overrides(overrides, config_class)
+    problems += override_problems
+    if problems:
+        raise RecipeError(problems)
+    source.overridden = {keys for keys, _ in added}
+    for keys, value in added:
+        table = tree
+        for key in keys[:-1]:
+            table = table.setdefault(key, {})
+        table[keys[-1]] = value
+    try:
+        config = _build(config_class, tree)
+    except AssertionError as error:  # TorchTitan's dataclasses check a few values when they are made
+        raise RecipeError([f"{path}: {error}"]) from error
+    return _Check(source, config).recipe()
+
+
+def to_toml(config: Any) -> str:
+    """A configuration as TOML: every key that has a value, section by section."""
+    lines: list[str] = []
+    _write_table(lines, (), dataclasses.asdict(config))
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+# --- Reading
+
+
+class _Source:
+    """Where a value comes from, for messages."""
+
+    def __init__(self, path: Path, text: str, tree: Tree) -> None:
+        self.path = path
+        self.text = text
+        self.tree = tree
+        self.root_class: Any = None
+        self.overridden: set[tuple[str, ...]] = set()
+
+    def place(self, keys: tuple[str, ...]) -> str:
+        """``file, line 12`` if the file sets these keys, ``command line`` if that does, else the file's name."""
+        if keys in self.overridden:
+            return "command line"
+        line = self._line(keys)
+        return f"{self.path}, line {line}" if line else str(self.path)
+
+    def _line(self, keys: tuple[str, ...]) -> int | None:
+        """The line of a key or of a table's header. Finds the usual spellings, which is enough for a message."""
+        table: tuple[str, ...] = ()
+        for number, line in enumerate(self.text.splitlines(), start=1):
+            header = re.match(r"\s*\[\s*([A-Za-z0-9_.\-\s\"']+?)\s*\]\s*(#.*)?$", line)
+            if header:
+                table = _dotted(header[1])
+                if table == keys:
+                    return number
+                continue
+            assignment = re.match(r"\s*([A-Za-z0-9_.\-\"']+)\s*=", line)
+            if assignment and table + _dotted(assignment[1]) == keys:
+                return number
+        return None
+
+
+def _dotted(text: str) -> tuple[str, ...]:
+    return tuple(part.strip().strip("\"'") for part in text.split("."))
+
+
+def _read(path: Path) -> tuple[str, Tree]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.toml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise RecipeError([f"{path}: no such recipe{hint}"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError([f"{path}: cannot be read as a recipe: {error}"]) from None
+    try:
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError([f"{path}: not TOML: {error}"]) from None
+
+
+def _config_class(source: _Source) -> type:
+    """TorchTitan's ``JobConfig`` merged with the one that the recipe names; ours if it names none."""
+    from torchtitan.config import ConfigManager, JobConfig
+
+    job = source.tree.setdefault("job", {})
+    if not isinstance(job, dict):
+        raise RecipeError([f"{source.place(('job',))}: job is not a table; write [job]"])
+    name = job.setdefault("custom_config_module", CONFIG_MODULE) or CONFIG_MODULE
+    place = source.place(("job", "custom_config_module"))
+    try:
+        custom = importlib.import_module(name).JobConfig
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RecipeError([f"{place}: job.custom_config_module = {name!r}: {error}"]) from error
+    if "neuron" not in {field.name for field in dataclasses.fields(custom)}:
+        raise RecipeError(
+            [
+                f"{place}: job.custom_config_module = {name!r}: its JobConfig has no table `neuron`; derive it from "
+                f"{CONFIG_MODULE}.JobConfig"
+            ]
+        )
+    return ConfigManager._merge_configs(JobConfig, custom)
+
+
+def _build(config_class: type, tree: Tree) -> Any:
+    values = {}
+    for field in dataclasses.fields(config_class):
+        if field.name in tree:
+            value = tree[field.name]
+            values[field.name] = _build(_type(field), value) if dataclasses.is_dataclass(_type(field)) else value
+    return config_class(**values)
+
+
+# --- Keys and values
+
+
+def _type(field: "dataclasses.Field[Any]") -> Any:
+    return field.type
+
+
+def _leaves(config_class: type, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All keys of a configuration with their annotations."""
+    for field in dataclasses.fields(config_class):
+        keys = (*above, field.name)
+        if dataclasses.is_dataclass(_type(field)):
+            yield from _leaves(_type(field), keys)
+        else:
+            yield keys, _type(field)
+
+
+def _nearest(keys: tuple[str, ...], config_class: type) -> str:
+    """A hint at the key that was meant, or nothing."""
+    known = {".".join(leaf): leaf for leaf, _ in _leaves(config_class)}
+    tables = {".".join(leaf[:depth]) for leaf in known.values() for depth in range(1, len(leaf))}
+    wanted = ".".join(keys)
+    # The same last part elsewhere is the likeliest: lr under [training] instead of [optimizer].
+    elsewhere = [name for name, leaf in known.items() if leaf[-1] == keys[-1]]
+    near = elsewhere if len(elsewhere) == 1 else difflib.get_close_matches(wanted, [*known, *tables], n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _check_tree(source: _Source, config_class: type, tree: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
+    fields = {field.name: _type(field) for field in dataclasses.fields(config_class)}
+    for key, value in tree.items():
+        keys = (*above, key)
+        name = ".".join(keys)
+        if key not in fields:
+            what = "table" if isinstance(value, dict) else "key"
+            root = config_class if not above else source.root_class
+            yield f"{source.place(keys)}: {name}: no such {what}{_nearest(keys, root)}"
+        elif dataclasses.is_dataclass(fields[key]):
+            if isinstance(value, dict):
+                yield from _check_tree(source, fields[key], value, keys)
+            else:
+                yield f"{source.place(keys)}: {name} = {value!r}: expected a table"
+        else:
+            problem = _check_value(fields[key], value)
+            if problem:
+                yield f"{source.place(keys)}: {name} = {_show(value)}: {problem}"
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (bool, str)) else repr(value)
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _check_value(annotation: Any, value: Any) -> str | None:
+    """What is wrong with a value, or None."""
+    if any(_fits(alternative, value) for alternative in _alternatives(annotation)):
+        return None
+    choices = [c for a in _alternatives(annotation) if typing.get_origin(a) is Literal for c in typing.get_args(a)]
+    if choices and isinstance(value, str):
+        near = difflib.get_close_matches(value, [c for c in choices if isinstance(c, str)], n=1)
+        hint = f"; did you mean {_show(near[0])}?" if near else ""
+        return f"expected one of {', '.join(map(_show, choices))}{hint}"
+    return f"expected {_describe(annotation)}"
+
+
+def _fits(annotation: Any, value: Any) -> bool:
+    origin = typing.get_origin(annotation)
+    if annotation is Any:
+        return True
+    if annotation in (None, types.NoneType):
+        return value is None
+    if origin is Literal:
+        return value in typing.get_args(annotation)
+    if origin is list:
+        (item,) = typing.get_args(annotation)
+        return isinstance(value, list) and all(_fits(item, element) for element in value)
+    if isinstance(value, bool):
+        return annotation is bool
+    if annotation is float:
+        return isinstance(value, (int, float))
+    return isinstance(annotation, type) and isinstance(value, annotation)
+
+
+def _describe(annotation: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    described = []
+    for alternative in _alternatives(annotation):
+        if alternative in (None, types.NoneType):
+            continue
+        if typing.get_origin(alternative) is Literal:
+            described.append("one of " + ", ".join(map(_show, typing.get_args(alternative))))
+        elif typing.get_origin(alternative) is list:
+            described.append("a list of strings" if typing.get_args(alternative)[0] is str else "a list of lists")
+        else:
+            described.append(names.get(alternative, str(alternative)))
+    if set(described) == {"a number", "a whole number"}:
+        return "a number"
+    return " or ".join(described)
+
+
+# --- The command line
+
+
+def _parse_overrides(overrides: list[str], config_class: type) -> tuple[list[tuple[tuple[str, ...], Any]], list[str]]:
+    """Values given on the command line, and what is wrong there."""
+    leaves = dict(_leaves(config_class))
+    found: list[tuple[tuple[str, ...], Any]] = []
+    problems: list[str] = []
+    waiting = list(overrides)
+    while waiting:
+        word = waiting.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            problems.append(f"command line: {word!r}: expected --section.key value")
+            continue
+        name, equals, text = word[2:].partition("=")
+        keys = tuple(name.replace("-", "_").split("."))
+        positive = (*keys[:-1], keys[-1].removeprefix("no_"))
+        if keys not in leaves and keys != positive and leaves.get(positive) is bool and not equals:
+            found.append((positive, False))
+            continue
+        if keys not in leaves:
+            problems.append(f"command line: --{name}: no such key{_nearest(keys, config_class)}")
+            if not equals and waiting and not waiting[0].startswith("--"):
+                waiting.pop(0)
+            continue
+        if not equals:
+            if waiting and not waiting[0].startswith("--"):
+                text = waiting.pop(0)
+            elif leaves[keys] is bool:
+                text = "true"
+            else:
+                problems.append(f"command line: --{name}: no value; expected {_describe(leaves[keys])}")
+                continue
+        value = _parse_text(leaves[keys], text)
+        problem = _check_value(leaves[keys], value)
+        if problem:
+            problems.append(f"command line: --{name} {text}: {problem}")
+        else:
+            found.append((keys, value))
+    return found, problems
+
+
+def _parse_text(annotation: Any, text: str) -> Any:
+    """A word of the command line as the type that its key has; the text itself if it is none of them."""
+    for alternative in _alternatives(annotation):
+        if alternative in (None, types.NoneType) and text == "None":
+            return None
+        if alternative is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if alternative in (int, float):
+            try:
+                return alternative(text)
+            except ValueError:
+                continue
+        if typing.get_origin(alternative) is list:
+            if typing.get_args(alternative)[0] is str:
+                return [part for part in text.split(",") if part]
+            try:
+                return json.loads(text)
+            except json.JSONDecodeError:
+                continue
+    return text
+
+
+# --- Sizes and degrees
+
+
+class _Check:
+    """The rules that span several keys. Collects problems; each names the numbers that do not go together."""
+
+    def __init__(self, source: _Source, config: Any) -> None:
+        self.source = source
+        self.config = config
+        self.problems: list[str] = []
+
+    def problem(self, key: str, text: str) -> None:
+        keys = tuple(key.split("."))
+        value: Any = self.config
+        for part in keys:
+            value = getattr(value, part)
+        self.problems.append(f"{self.source.place(keys)}: {key} = {_show(value)}: {text}")
+
+    def recipe(self) -> Recipe:
+        self.positive()
+        if self.problems:  # what follows divides by these
+            raise RecipeError(self.problems)
+        layout = self.layout()
+        model_args = self.model()
+        global_batch_size, accumulation_steps = self.batch(layout)
+        self.sequence(layout)
+        if model_args is not None:
+            self.model_degrees(layout, model_args)
+        self.data(model_args)
+        self.unsupported()
+        if self.problems:
+            raise RecipeError(self.problems)
+        return Recipe(self.source.path, self.config, layout, global_batch_size, accumulation_steps)
+
+    def positive(self) -> None:
+        keys = ["training.steps", "training.local_batch_size", "training.seq_len", "metrics.log_freq", "neuron.ranks", "parallelism.data_parallel_replicate_degree", "parallelism.context_parallel_degree", "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree", "parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree", "parallelism.pipeline_parallel_microbatch_size"]
+        for key in keys:
+            section, name = key.split(".")
+            if getattr(getattr(self.config, section), name) < 1:
+                self.problem(key, "expected 1 or more")
+        shard = self.config.parallelism.data_parallel_shard_degree
+        if shard < 1 and shard != -1:
+            self.problem("parallelism.data_parallel_shard_degree", "expected 1 or more, or -1 for all remaining ranks")
+        if self.config.training.global_batch_size == 0 or self.config.training.global_batch_size < -1:
+            self.problem("training.global_batch_size", "expected 1 or more, or -1 for one microbatch a rank")
+        if self.config.neuron.shuffle_block < 0:
+            self.problem("neuron.shuffle_block", "expected 0 (read in order) or more")
+        if not self.config.training.max_norm > 0:
+            self.problem("training.max_norm", "expected a positive number; inf switches clipping off")
+
+    def layout(self) -> Layout:
+        p = self.config.parallelism
+        ranks = self.config.neuron.ranks
+        fixed = {
+            "data_parallel_replicate_degree": p.data_parallel_replicate_degree,
+            "context_parallel_degree": p.context_parallel_degree,
+            "tensor_parallel_degree": p.tensor_parallel_degree,
+            "pipeline_parallel_degree": p.pipeline_parallel_degree,
+        }
+        product = math.prod(fixed.values())
+        shard = p.data_parallel_shard_degree
+        named = " x ".join(f"{name} {degree}" for name, degree in fixed.items() if degree > 1) or "all degrees 1"
+        if shard == -1:
+            shard = max(1, ranks // product)
+            if product * shard != ranks:
+                self.problem(
+                    "neuron.ranks",
+                    f"the degrees in [parallelism] give {product} ({named}), and {ranks} ranks are no multiple of it, "
+                    "so data_parallel_shard_degree = -1 cannot take the rest",
+                )
+        elif product * shard != ranks:
+            named = " x ".join(f"{n} {d}" for n, d in {**fixed, "data_parallel_shard_degree": shard}.items() if d > 1)
+            self.problem(
+                "neuron.ranks",
+                f"the degrees in [parallelism] give {product * shard} ranks ({named or 'all degrees 1'}); set neuron.ranks "
+                f"to {product * shard}, change a degree, or let data_parallel_shard_degree = -1 take the rest",
+            )
+        layout = Layout(
+            fixed["data_parallel_replicate_degree"],
+            shard,
+            fixed["context_parallel_degree"],
+            fixed["tensor_parallel_degree"],
+            fixed["pipeline_parallel_degree"],
+            p.expert_parallel_degree,
+        )
+        beside = {"cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
+        if layout.dp_replicate > 1 and shard == 1 and max(beside.values()) > 1:
+            self.problem(
+                "parallelism.data_parallel_replicate_degree",
+                "TorchTitan's DDP cannot be combined with context, tensor or pipeline parallel "
+                f"({', '.join(f'{name} {degree}' for name, degree in beside.items() if degree > 1)}); shard the "
+                "parameters instead (data_parallel_shard_degree)",
+            )
+        if layout.ep > 1:
+            etp = p.expert_tensor_parallel_degree
+            if etp not in (1, layout.tp):
+                self.problem(
+                    "parallelism.expert_tensor_parallel_degree",
+                    f"expected 1 or the tensor_parallel_degree, {layout.tp}",
+                )
+            elif (layout.dp_shard * layout.cp * layout.tp) % (layout.ep * etp):
+                self.problem(
+                    "parallelism.expert_parallel_degree",
+                    f"experts are spread over data_parallel_shard_degree {layout.dp_shard} x context_parallel_degree "
+                    f"{layout.cp} x tensor_parallel_degree {layout.tp} = {layout.dp_shard * layout.cp * layout.tp} ranks, "
+                    f"which {layout.ep} x expert_tensor_parallel_degree {etp} does not divide",
+                )
+        return layout
+
+    def batch(self, layout: Layout) -> tuple[int, int]:
+        training = self.config.training
+        one_round = training.local_batch_size * layout.dp
+        if training.global_batch_size == -1:
+            accumulation_steps = 1
+        else:
+            accumulation_steps = training.global_batch_size // one_round
+            if training.global_batch_size % one_round:
+                self.problem(
+                    "training.global_batch_size",
+                    f"not a multiple of local_batch_size {training.local_batch_size} x {layout.dp} data-parallel ranks = "
+                    f"{one_round}",
+                )
+        microbatch = self.config.parallelism.pipeline_parallel_microbatch_size
+        if layout.pp > 1 and training.local_batch_size % microbatch:
+            self.problem(
+                "training.local_batch_size",
+                f"not a multiple of parallelism.pipeline_parallel_microbatch_size {microbatch}",
+            )
+        return one_round * accumulation_steps, accumulation_steps
+
+    def sequence(self, layout: Layout) -> None:
+        seq_len = self.config.training.seq_len
+        # TorchTitan asks for both factors together, parallel_dims.seq_len_divisor.
+        if layout.tp * layout.cp > 1 and seq_len % (layout.tp * layout.cp * 2):
+            self.problem(
+                "training.seq_len",
+                f"not a multiple of {layout.tp * layout.cp * 2} = 2 x tensor_parallel_degree {layout.tp} x "
+                f"context_parallel_degree {layout.cp}, as sequence and context parallel need",
+            )
+
+    def model(self) -> Any:
+        """The model's arguments, or None when the recipe names no model."""
+        from torchtitan.protocols.train_spec import get_train_spec
+
+        from trn_dist.titan.train_spec import LANGUAGE_MODELS
+
+        model = self.config.model
+        if self.config.experimental.custom_import:
+            module = self.config.experimental.custom_import
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                self.problem("experimental.custom_import", str(error))
+                return None
+        try:
+            spec = get_train_spec(model.name)
+        except (ValueError, ImportError) as error:
+            near = difflib.get_close_matches(model.name, LANGUAGE_MODELS, n=1)
+            hint = f"; did you mean {_show(near[0])}?" if near else ""
+            known = ", ".join(map(_show, LANGUAGE_MODELS))
+            reason = f" ({error})" if isinstance(error, ImportError) else ""
+            self.problem("model.name", f"no such model{reason}; TorchTitan's language models are {known}{hint}")
+            return None
+        if model.flavor not in spec.model_args:
+            near = difflib.get_close_matches(model.flavor, list(spec.model_args), n=1)
+            hint = f"; did you mean {_show(near[0])}?" if near else ""
+            self.problem("model.flavor", f"{model.name} has {', '.join(map(_show, sorted(spec.model_args)))}{hint}")
+            return None
+        return spec.model_args[model.flavor]
+
+    def model_degrees(self, layout: Layout, model_args: Any) -> None:
+        heads = getattr(model_args, "n_heads", None)
+        kv_heads = getattr(model_args, "n_kv_heads", None) or heads
+        for what, count in (("attention heads", heads), ("key/value heads", kv_heads)):
+            if count and count % layout.tp:
+                self.problem(
+                    "parallelism.tensor_parallel_degree",
+                    f"{self.config.model.name} {self.config.model.flavor} has {count} {what}, which {layout.tp} ranks "
+                    "cannot share evenly",
+                )
+                break
+        layers = getattr(model_args, "n_layers", None)
+        if layers and layout.pp > layers + 2:
+            self.problem(
+                "parallelism.pipeline_parallel_degree",
+                f"{self.config.model.name} {self.config.model.flavor} has {layers} layers, too few for {layout.pp} stages",
+            )
+
+    def data(self, model_args: Any) -> None:
+        from trn_dist.titan.corpus import CORPORA, CorpusError, open_corpus
+
+        training = self.config.training
+        folder = self._folder("model.hf_assets_path", self.config.model.hf_assets_path)
+        if folder is not None:
+            self.config.model.hf_assets_path = str(folder)
+            self._vocabulary(folder, model_args)
+        if training.dataset in CORPORA:
+            try:
+                corpus = open_corpus(
+                    training.dataset, training.dataset_path, self.config.neuron.text_field, self.source.path.parent
+                )
+            except CorpusError as error:
+                key = "dataset_path" if training.dataset_path else "dataset"
+                self.problems.append(f"{self.source.place(('training', key))}: {error}")
+            else:
+                training.dataset_path = None if corpus.location is None else str(corpus.location)
+            workers = training.dataloader.num_workers
+            if workers:
+                self.problem(
+                    "training.dataloader.num_workers",
+                    f"training.dataset = {training.dataset!r} is read in the rank's own process; leave it at 0",
+                )
+        else:
+            from torchtitan.hf_datasets.text_datasets import DATASETS
+
+            if training.dataset.lower() not in DATASETS:
+                known = [*CORPORA, *DATASETS]
+                near = difflib.get_close_matches(training.dataset, known, n=1)
+                hint = f"; did you mean {_show(near[0])}?" if near else ""
+                self.problem("training.dataset", f"expected one of {', '.join(map(_show, known))}{hint}")
+
+    def _folder(self, key: str, path: str) -> Path | None:
+        for start in (Path.cwd(), self.source.path.resolve().parent):
+            if (start / path).is_dir():
+                return start / path
+        self.problem(key, "no such folder; leave the key out for the package's own tokenizer")
+        return None
+
+    def _vocabulary(self, folder: Path, model_args: Any) -> None:
+        from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+        try:
+            tokens = HuggingFaceTokenizer(str(folder)).get_vocab_size()
+        except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot read
+            self.problem("model.hf_assets_path", f"no usable tokenizer there: {error}")
+            return
+        rows = getattr(model_args, "vocab_size", tokens)
+        if tokens > rows:
+            self.problem(
+                "model.hf_assets_path",
+                f"its tokenizer has {tokens} tokens, but {self.config.model.name} {self.config.model.flavor} has a "
+                f"vocabulary of {rows}; take a larger flavor or a smaller tokenizer",
+            )
+
+    def unsupported(self) -> None:
+        from trn_dist.titan.corpus import CORPORA
+
+        if self.config.compile.enable and self.config.compile.backend == "inductor":
+            self.problem(
+                "compile.backend",
+                'Inductor has no backend for neuron; "eager" and "aot_eager" work, or compile.enable = false',
+            )
+        if self.config.validation.enable and self.config.validation.dataset in CORPORA:
+            self.problem(
+                "validation.dataset", "the validation loop reads TorchTitan's own data sets only, such as c4_test"
+            )
+        if self.config.comm.mode != "default":
+            self.problem("comm.mode", 'trn train starts real ranks; expected "default"')
+
+
+# --- Writing
+
+
+def _write_table(lines: list[str], above: tuple[str, ...], table: Mapping[str, Any]) -> None:
+    values = {key: value for key, value in table.items() if not isinstance(value, dict) and value is not None}
+    if values and above:
+        lines += ["", f"[{'.'.join(above)}]"]
+    lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _write_table(lines, (*above, key), value)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, save that JSON leaves DEL as it is.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return repr(value)
