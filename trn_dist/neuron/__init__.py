@@ -1,0 +1,117 @@
+"""The module that a program sees as ``torch.neuron``.
+
+Names, arguments and statistics keys are those of ``torch.cuda`` and ``torch.accelerator``. It is registered by
+:mod:`trn_dist.neuron.autoload`, which ``import torch`` runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trn_dist import _C
+from trn_dist.neuron import memory as memory
+from trn_dist.neuron.device import DeviceProperties as DeviceProperties
+from trn_dist.neuron.device import current_device as current_device
+from trn_dist.neuron.device import device as device
+from trn_dist.neuron.device import device_count as device_count
+from trn_dist.neuron.device import device_of as device_of
+from trn_dist.neuron.device import get_device_capability as get_device_capability
+from trn_dist.neuron.device import get_device_name as get_device_name
+from trn_dist.neuron.device import get_device_properties as get_device_properties
+from trn_dist.neuron.device import set_device as set_device
+from trn_dist.neuron.memory import (
+    empty_cache as empty_cache,
+)
+from trn_dist.neuron.memory import (
+    max_memory_allocated as max_memory_allocated,
+)
+from trn_dist.neuron.memory import (
+    max_memory_reserved as max_memory_reserved,
+)
+from trn_dist.neuron.memory import (
+    mem_get_info as mem_get_info,
+)
+from trn_dist.neuron.memory import (
+    memory_allocated as memory_allocated,
+)
+from trn_dist.neuron.memory import (
+    memory_reserved as memory_reserved,
+)
+from trn_dist.neuron.memory import (
+    memory_snapshot as memory_snapshot,
+)
+from trn_dist.neuron.memory import (
+    memory_stats as memory_stats,
+)
+from trn_dist.neuron.memory import (
+    memory_stats_as_nested_dict as memory_stats_as_nested_dict,
+)
+from trn_dist.neuron.memory import (
+    reset_accumulated_memory_stats as reset_accumulated_memory_stats,
+)
+from trn_dist.neuron.memory import (
+    reset_peak_memory_stats as reset_peak_memory_stats,
+)
+from trn_dist.neuron.memory import (
+    set_per_process_memory_fraction as set_per_process_memory_fraction,
+)
+from trn_dist.neuron.random import get_rng_state as get_rng_state
+from trn_dist.neuron.random import get_rng_state_all as get_rng_state_all
+from trn_dist.neuron.random import initial_seed as initial_seed
+from trn_dist.neuron.random import manual_seed as manual_seed
+from trn_dist.neuron.random import manual_seed_all as manual_seed_all
+from trn_dist.neuron.random import seed as seed
+from trn_dist.neuron.random import seed_all as seed_all
+from trn_dist.neuron.random import set_rng_state as set_rng_state
+from trn_dist.neuron.random import set_rng_state_all as set_rng_state_all
+from trn_dist.neuron.streams import Event as Event
+from trn_dist.neuron.streams import Stream as Stream
+from trn_dist.neuron.streams import current_stream as current_stream
+from trn_dist.neuron.streams import default_stream as default_stream
+from trn_dist.neuron.streams import set_stream as set_stream
+from trn_dist.neuron.streams import stream as stream
+from trn_dist.neuron.streams import synchronize as synchronize
+
+
+def is_available() -> bool:
+    """Whether the device can be used: always, for it needs no hardware."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether a tensor was allocated on the device in this process."""
+    return _C._is_initialized()
+
+
+def init() -> None:
+    """Does nothing: the device is set up at its first use."""
+
+
+def _lazy_init() -> None:
+    if _C._in_bad_fork():
+        raise RuntimeError(
+            "Cannot re-initialize neuron in forked subprocess. To use neuron with multiprocessing, you must use the "
+            "'spawn' start method"
+        )
+
+
+def _is_in_bad_fork() -> bool:
+    return _C._in_bad_fork()
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """The dtypes that ``torch.autocast("neuron")`` accepts."""
+    return [torch.bfloat16, torch.float16]
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """Whether bfloat16 works on the device: always, as on every Trainium."""
+    return True
+
+
+def __getattr__(name: str) -> Any:
+    if name == "default_generators":
+        return tuple(_C._default_generator(index) for index in range(device_count()))
+    raise AttributeError(f"module 'torch.neuron' has no attribute {name!r}")

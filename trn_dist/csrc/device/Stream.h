@@ -34,6 +34,8 @@ c10::Stream new_stream(c10::DeviceIndex device, int priority = 0);
 
 // Puts work on a stream, after all that it already holds.
 void add_pending(c10::Stream stream, std::shared_ptr<PendingWork> work);
+// What is pending on a stream, oldest first.
+std::vector<std::shared_ptr<PendingWork>> pending_on(c10::Stream stream);
 // Finishes all pending work of one stream, or of every stream of a device.
 void synchronize_stream(c10::Stream stream);
 void synchronize_device(c10::DeviceIndex device);

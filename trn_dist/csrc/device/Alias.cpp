@@ -1,0 +1,92 @@
+#include "device/Alias.h"
+
+#include "device/Allocator.h"
+#include "device/Device.h"
+
+#include <ATen/detail/FunctionTraits.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/TensorImpl.h>
+
+namespace trn {
+
+namespace {
+
+// Sizes, strides, offset and the bits that say how the elements are to be read.
+void copy_geometry(const c10::TensorImpl& from, c10::TensorImpl& to) {
+  to.set_sizes_and_strides(from.sizes(), from.strides(), from.storage_offset());
+  if (C10_UNLIKELY(from.is_conj())) {
+    to._set_conj(true);
+  }
+  if (C10_UNLIKELY(from.is_neg())) {
+    to._set_neg(true);
+  }
+}
+
+at::Tensor make_tensor(c10::Storage storage, c10::DispatchKey key, const c10::TensorImpl& like) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+  copy_geometry(like, *tensor.unsafeGetTensorImpl());
+  return tensor;
+}
+
+} // namespace
+
+at::Tensor cpu_alias(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const c10::StorageImpl* storage = impl.unsafe_storage().unsafeGetStorageImpl();
+  static c10::Allocator* const allocator = c10::GetCPUAllocator();
+  auto alias_storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(),
+      storage->nbytes(),
+      c10::DataPtr(const_cast<void*>(storage->data()), c10::Device(c10::DeviceType::CPU)),
+      allocator,
+      /*resizable=*/true);
+  return cpu_alias(tensor, c10::Storage(std::move(alias_storage)));
+}
+
+at::Tensor cpu_alias(const at::Tensor& tensor, c10::Storage alias_storage) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  auto alias = make_tensor(std::move(alias_storage), c10::DispatchKey::CPU, impl);
+  if (C10_UNLIKELY(impl.is_wrapped_number())) {
+    alias.unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
+  return alias;
+}
+
+at::Tensor adopt_output(const at::Tensor& output, c10::DeviceIndex device) {
+  const c10::TensorImpl& impl = *output.unsafeGetTensorImpl();
+  c10::Storage storage = impl.storage();
+  c10::StorageImpl* storage_impl = storage.unsafeGetStorageImpl();
+  // Two outputs of one kernel may share a storage, which the first of them has then turned already.
+  if (storage_impl->device_type() != kNeuron) {
+    c10::DataPtr data = storage_impl->set_data_ptr(c10::DataPtr());
+    storage_impl->set_data_ptr_noswap(adopt(std::move(data), storage_impl->nbytes(), device));
+    storage_impl->set_allocator(device_allocator());
+  }
+  return make_tensor(std::move(storage), c10::DispatchKey::PrivateUse1, impl);
+}
+
+at::Tensor adopt_view(const at::Tensor& output, const at::Tensor& base) {
+  return make_tensor(base.storage(), c10::DispatchKey::PrivateUse1, *output.unsafeGetTensorImpl());
+}
+
+void write_back(const at::Tensor& original, const at::Tensor& alias) {
+  c10::TensorImpl& to = *original.unsafeGetTensorImpl();
+  const c10::TensorImpl& from = *alias.unsafeGetTensorImpl();
+  c10::StorageImpl* to_storage = to.unsafe_storage().unsafeGetStorageImpl();
+  c10::StorageImpl* from_storage = from.unsafe_storage().unsafeGetStorageImpl();
+  if (C10_UNLIKELY(from_storage->data() != to_storage->data() || from_storage->nbytes() != to_storage->nbytes())) {
+    const auto device = resolve(to.device());
+    const size_t nbytes = from_storage->nbytes();
+    c10::DataPtr data = from_storage->set_data_ptr(c10::DataPtr());
+    to_storage->set_data_ptr_noswap(adopt(std::move(data), nbytes, device));
+    to_storage->set_nbytes(nbytes);
+  }
+  if (C10_UNLIKELY(
+          from.sizes() != to.sizes() || from.strides() != to.strides() ||
+          from.storage_offset() != to.storage_offset())) {
+    to.set_sizes_and_strides(from.sizes(), from.strides(), from.storage_offset());
+  }
+}
+
+} // namespace trn

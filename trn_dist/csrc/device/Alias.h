@@ -1,0 +1,31 @@
+#pragma once
+
+// The two directions of the zero-copy bridge between a neuron tensor and PyTorch's CPU kernels: a CPU tensor over the same
+// bytes, and a neuron tensor over bytes that a CPU kernel allocated.
+
+#include <ATen/core/Tensor.h>
+
+namespace trn {
+
+// A CPU tensor over the bytes of `tensor` (which is on neuron), with its sizes, strides, offset, dtype and its conj and
+// neg bits. It has a storage of its own, since a view made inside a CPU kernel takes its device from the storage. It does
+// not keep `tensor` alive.
+at::Tensor cpu_alias(const at::Tensor& tensor);
+// The same, in the storage of another alias of the same memory.
+at::Tensor cpu_alias(const at::Tensor& tensor, c10::Storage alias_storage);
+
+// cpu_alias for a neuron tensor; any other tensor as it is.
+inline at::Tensor to_cpu_alias(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_privateuseone() ? cpu_alias(tensor) : tensor;
+}
+
+// The neuron tensor that a CPU kernel's fresh output becomes: its storage is adopted and charged to the device.
+at::Tensor adopt_output(const at::Tensor& output, c10::DeviceIndex device);
+
+// A neuron tensor with the geometry of `output`, a CPU view into the alias of `base`.
+at::Tensor adopt_view(const at::Tensor& output, const at::Tensor& base);
+
+// Carries over to `original` what a kernel did to its alias beside writing elements: new sizes and a new allocation.
+void write_back(const at::Tensor& original, const at::Tensor& alias);
+
+} // namespace trn

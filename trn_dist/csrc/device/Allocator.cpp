@@ -1,0 +1,142 @@
+#include "device/Allocator.h"
+
+#include "device/Device.h"
+#include "device/Ledger.h"
+#include "device/Stream.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <cstring>
+
+namespace trn {
+
+thread_local int ArenaScope::depth_ = 0;
+
+namespace {
+
+void delete_block(void* context) {
+  auto* block = static_cast<Arena::Block*>(context);
+  // A forked child shares its parent's pages and has a copy of its books: it may drop tensors and change neither.
+  if (C10_UNLIKELY(Arena::in_bad_fork())) {
+    return;
+  }
+  if (block->ledger_entry != nullptr) {
+    Ledger::of(block->device).release(static_cast<Ledger::Block*>(block->ledger_entry));
+  }
+  Arena::get().free(block);
+}
+
+void charge(Arena::Block* block, size_t nbytes, c10::DeviceIndex device) {
+  block->ledger_entry = Ledger::of(device).allocate(nbytes, current_stream(device).id());
+  block->device = device;
+}
+
+class NeuronAllocator final : public c10::DeviceAllocator {
+ public:
+  c10::DataPtr allocate(size_t nbytes) override {
+    const auto index = current_device();
+    const c10::Device device(kNeuron, index);
+    if (nbytes == 0) {
+      return {nullptr, device};
+    }
+    Arena& arena = Arena::get();
+    Arena::Block* block = arena.allocate(nbytes);
+    c10::DataPtr data(arena.address(block), block, &delete_block, device);
+    charge(block, nbytes, index);
+    return data;
+  }
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    default_copy_data(dest, src, count);
+  }
+  bool initialized() override {
+    return true;
+  }
+  void emptyCache(c10::MempoolId_t) override {
+    empty_cache();
+  }
+  // Operators are carried out as they are issued, so no stream can still be using memory that is being freed.
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    return Ledger::of(device).stats();
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    Ledger::of(device).reset_accumulated_stats();
+  }
+  void resetPeakStats(c10::DeviceIndex device) override {
+    Ledger::of(device).reset_peak_stats();
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    Ledger& ledger = Ledger::of(device);
+    return {ledger.total_bytes() - ledger.reserved_bytes(), ledger.total_bytes()};
+  }
+};
+
+class ScopedCpuAllocator final : public c10::Allocator {
+ public:
+  explicit ScopedCpuAllocator(c10::Allocator* next) : next_(next) {}
+  c10::DataPtr allocate(size_t nbytes) override {
+    if (C10_LIKELY(!ArenaScope::active()) || nbytes == 0) {
+      return next_->allocate(nbytes);
+    }
+    Arena& arena = Arena::get();
+    Arena::Block* block = arena.allocate(nbytes);
+    return {arena.address(block), block, &delete_block, c10::Device(c10::DeviceType::CPU)};
+  }
+  bool is_simple_data_ptr(const c10::DataPtr& data) const override {
+    return next_->is_simple_data_ptr(data);
+  }
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    default_copy_data(dest, src, count);
+  }
+
+ private:
+  c10::Allocator* next_;
+};
+
+NeuronAllocator neuron_allocator;
+
+} // namespace
+
+c10::Allocator* device_allocator() {
+  return &neuron_allocator;
+}
+
+c10::DataPtr adopt(c10::DataPtr cpu_data, size_t nbytes, c10::DeviceIndex index) {
+  const c10::Device device(kNeuron, index);
+  if (nbytes == 0 || cpu_data.get() == nullptr) {
+    return {nullptr, device};
+  }
+  if (C10_LIKELY(cpu_data.get_deleter() == &delete_block)) {
+    auto* block = static_cast<Arena::Block*>(cpu_data.get_context());
+    // The block may be shared with a wider storage only if the kernel offset its data pointer; PyTorch's do not.
+    charge(block, nbytes, index);
+    cpu_data.unsafe_set_device(device);
+    return cpu_data;
+  }
+  Arena& arena = Arena::get();
+  Arena::Block* block = arena.allocate(nbytes);
+  c10::DataPtr data(arena.address(block), block, &delete_block, device);
+  charge(block, nbytes, index);
+  std::memcpy(data.get(), cpu_data.get(), nbytes);
+  return data;
+}
+
+void install_cpu_allocator() {
+  static auto* allocator = new ScopedCpuAllocator(c10::GetCPUAllocator());
+  c10::SetCPUAllocator(allocator, /*priority=*/255);
+  c10::SetAllocator(kNeuron, &neuron_allocator);
+}
+
+void empty_cache() {
+  for (c10::DeviceIndex device = 0; device < device_count(); ++device) {
+    if (Ledger::exists(device)) {
+      Ledger::of(device).empty_cache();
+    }
+  }
+  if (Arena::exists()) {
+    Arena::get().trim();
+  }
+}
+
+} // namespace trn

@@ -1,0 +1,98 @@
+// Scaled dot product attention without the T×T matrix of weights: PyTorch's CPU flash kernel behind the "efficient"
+// variant. It is that variant, and not "flash", because context parallelism in PyTorch can shard it and because "flash" on
+// this backend would be routed to an operator that only the CPU has.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+namespace trn {
+
+namespace {
+
+using at::Tensor;
+
+// What the CPU would choose, so that the numbers are the CPU's: its flash kernel, or plain operators.
+int64_t fused_sdp_choice(
+    const Tensor& query,
+    const Tensor& key,
+    const Tensor& value,
+    const std::optional<Tensor>& attn_mask,
+    double dropout_p,
+    bool is_causal,
+    std::optional<double> scale,
+    bool enable_gqa) {
+  const auto choice = static_cast<sdp::SDPBackend>(at::native::_fused_sdp_choice_cpp(
+      query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa));
+  return static_cast<int64_t>(
+      choice == sdp::SDPBackend::flash_attention ? sdp::SDPBackend::efficient_attention : choice);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(
+    const Tensor& query,
+    const Tensor& key,
+    const Tensor& value,
+    const std::optional<Tensor>& attn_bias,
+    bool /*compute_log_sumexp*/,
+    double dropout_p,
+    bool is_causal,
+    std::optional<double> scale) {
+  auto [output, log_sumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
+      query, key, value, dropout_p, is_causal, attn_bias, scale);
+  // The state of the dropout that this kernel does not have.
+  const Tensor seed = at::empty({}, at::TensorOptions().dtype(at::kLong).device(query.device()));
+  return {std::move(output), std::move(log_sumexp), seed, seed};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
+    const Tensor& grad_out,
+    const Tensor& query,
+    const Tensor& key,
+    const Tensor& value,
+    const Tensor& attn_bias,
+    const Tensor& out,
+    const Tensor& log_sumexp,
+    const Tensor& /*philox_seed*/,
+    const Tensor& /*philox_offset*/,
+    double dropout_p,
+    std::array<bool, 4> grad_input_mask,
+    bool is_causal,
+    std::optional<double> scale) {
+  if (!grad_out.defined()) {
+    return {};
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !grad_input_mask[3], "neuron: fused attention has no gradient for its mask; use sdpa_kernel(SDPBackend.MATH)");
+  auto [grad_query, grad_key, grad_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      grad_out,
+      query,
+      key,
+      value,
+      out,
+      log_sumexp,
+      dropout_p,
+      is_causal,
+      attn_bias.defined() ? std::optional<Tensor>(attn_bias) : std::nullopt,
+      scale);
+  return {std::move(grad_query), std::move(grad_key), std::move(grad_value), Tensor()};
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_fused_sdp_choice", &fused_sdp_choice);
+  m.impl("_scaled_dot_product_efficient_attention", &efficient_attention);
+  m.impl("_scaled_dot_product_efficient_attention_backward", &efficient_attention_backward);
+}
+
+} // namespace
+
+} // namespace trn
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &trn::fused_sdp_choice)
+} // namespace at::native

@@ -1,0 +1,410 @@
+#include "device/Fallback.h"
+
+#include "device/Alias.h"
+#include "device/Allocator.h"
+#include "device/Device.h"
+#include "device/Generator.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <unordered_set>
+
+// [Note: the road of an operator]
+// An operator on neuron tensors arrives here with its arguments on the stack. Each neuron tensor is replaced by a CPU
+// tensor over the same bytes (Alias.h), the CPU kernel runs while its allocations come from the arena (ArenaScope), and
+// what it leaves on the stack is turned back: an argument that it wrote to is the caller's own tensor again, a view of an
+// argument becomes a view of the caller's tensor, and a fresh output is adopted without a copy.
+
+namespace trn {
+
+namespace {
+
+struct OperatorInfo {
+  size_t num_arguments = 0;
+  size_t num_returns = 0;
+  c10::SmallVector<bool, 12> writes; // by argument: whether the operator may write to it
+  c10::SmallVector<int, 4> returned_argument; // by return: the written argument that it is, or -1
+  int generator_argument = -1;
+  bool draws = false; // random numbers
+  bool takes_cpu_tensors = false; // beside neuron tensors, of any size
+};
+
+// Operators that CUDA, too, gives CPU tensors beside its own: indices and lengths.
+const std::unordered_set<std::string>& mixed_operators() {
+  static const std::unordered_set<std::string> names = {
+      "aten::index",
+      "aten::_unsafe_index",
+      "aten::index_put",
+      "aten::index_put_",
+      "aten::_index_put_impl_",
+      "aten::_unsafe_index_put",
+      "aten::_pack_padded_sequence",
+      "aten::_pack_padded_sequence_backward",
+      "aten::_copy_from",
+      "aten::_copy_from_and_resize",
+      "aten::_foreach_copy_",
+      "aten::_amp_update_scale_",
+      "aten::lstm",
+      "aten::repeat_interleave",
+  };
+  return names;
+}
+
+OperatorInfo make_info(const c10::OperatorHandle& op) {
+  const c10::FunctionSchema& schema = op.schema();
+  OperatorInfo info;
+  info.num_arguments = schema.arguments().size();
+  info.num_returns = schema.returns().size();
+  for (size_t i = 0; i < info.num_arguments; ++i) {
+    const c10::Argument& argument = schema.arguments()[i];
+    info.writes.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
+    const auto type = argument.type()->kind() == c10::TypeKind::OptionalType
+        ? argument.type()->castRaw<c10::OptionalType>()->getElementType()->kind()
+        : argument.type()->kind();
+    if (type == c10::TypeKind::GeneratorType) {
+      info.generator_argument = static_cast<int>(i);
+    }
+  }
+  for (const c10::Argument& result : schema.returns()) {
+    int source = -1;
+    if (result.alias_info() != nullptr && result.alias_info()->isWrite()) {
+      for (size_t i = 0; i < info.num_arguments; ++i) {
+        const auto* alias_info = schema.arguments()[i].alias_info();
+        if (alias_info != nullptr && *alias_info == *result.alias_info()) {
+          source = static_cast<int>(i);
+        }
+      }
+    }
+    info.returned_argument.push_back(source);
+  }
+  const auto& tags = op.getTags();
+  info.draws = std::find(tags.begin(), tags.end(), at::Tag::nondeterministic_seeded) != tags.end() ||
+      info.generator_argument >= 0;
+  info.takes_cpu_tensors = mixed_operators().count(schema.name()) > 0;
+  return info;
+}
+
+const OperatorInfo& info_of(const c10::OperatorHandle& op) {
+  thread_local ska::flat_hash_map<const void*, std::unique_ptr<OperatorInfo>> infos;
+  const void* key = &op.schema();
+  auto it = infos.find(key);
+  if (C10_LIKELY(it != infos.end())) {
+    return *it->second;
+  }
+  return *infos.emplace(key, std::make_unique<OperatorInfo>(make_info(op))).first->second;
+}
+
+struct Aliased {
+  at::Tensor original;
+  at::Tensor alias;
+  bool written;
+};
+
+// The arguments of one call on their way to the CPU kernel and back.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, const OperatorInfo& info, torch::jit::Stack* stack)
+      : op_(op), info_(info), stack_(stack), arguments_begin_(stack->size() - info.num_arguments) {}
+
+  void replace_arguments() {
+    for (size_t i = 0; i < info_.num_arguments; ++i) {
+      c10::IValue& value = (*stack_)[arguments_begin_ + i];
+      const bool written = info_.writes[i];
+      if (value.isTensor()) {
+        const at::Tensor& tensor = value.toTensor();
+        if (!tensor.defined()) {
+          continue;
+        }
+        if (C10_LIKELY(tensor.is_privateuseone())) {
+          if (info_.num_returns > 0 && written) {
+            written_arguments_.emplace_back(static_cast<int>(i), tensor);
+          }
+          value = alias_of(tensor, written);
+        } else {
+          note_cpu(tensor);
+        }
+      } else if (value.isTensorList()) {
+        replace_list(value, i, written);
+      } else if (value.isOptionalTensorList()) {
+        replace_optional_list(value);
+      } else if (value.isDevice()) {
+        const c10::Device device = value.toDevice();
+        if (device.type() == kNeuron) {
+          set_device(resolve(device));
+          value = c10::Device(c10::DeviceType::CPU);
+        }
+      }
+    }
+    if (device_ < 0) {
+      device_ = current_device();
+    } else if (C10_UNLIKELY(cpu_tensor_ && !info_.takes_cpu_tensors)) {
+      TORCH_CHECK(
+          false,
+          "Expected all tensors to be on the same device, but found at least two devices, neuron:",
+          static_cast<int>(device_),
+          " and cpu! (in ",
+          op_.operator_name(),
+          ")");
+    }
+  }
+
+  void replace_returns() {
+    for (const Aliased& aliased : aliased_) {
+      if (aliased.written) {
+        write_back(aliased.original, aliased.alias);
+      }
+    }
+    const size_t returns_begin = stack_->size() - info_.num_returns;
+    for (size_t i = 0; i < info_.num_returns; ++i) {
+      c10::IValue& value = (*stack_)[returns_begin + i];
+      if (value.isTensor()) {
+        const at::Tensor& tensor = value.toTensor();
+        if (!tensor.defined()) {
+          continue;
+        }
+        if (info_.returned_argument[i] >= 0) {
+          value = written_argument(info_.returned_argument[i], tensor);
+        } else {
+          value = turn(tensor);
+        }
+      } else if (value.isTensorList()) {
+        c10::List<at::Tensor> turned;
+        turned.reserve(value.toListRef().size());
+        for (const at::Tensor& tensor : value.toTensorVector()) {
+          turned.push_back(tensor.defined() ? turn(tensor) : tensor);
+        }
+        value = std::move(turned);
+      }
+    }
+  }
+
+  c10::DeviceIndex device() const {
+    return device_;
+  }
+  c10::IValue& argument(int index) {
+    return (*stack_)[arguments_begin_ + static_cast<size_t>(index)];
+  }
+  // How many elements the call may draw: the largest tensor it was given.
+  uint64_t max_numel() const {
+    int64_t numel = 1;
+    for (const Aliased& aliased : aliased_) {
+      numel = std::max(numel, aliased.alias.numel());
+    }
+    return static_cast<uint64_t>(numel);
+  }
+
+ private:
+  const at::Tensor& alias_of(const at::Tensor& tensor, bool written) {
+    set_device(tensor.device().index());
+    // Arguments that share memory must share the alias's storage too: kernels look there for overlap. Long lists are of
+    // parameters and the like, which do not; only the first few tensors are compared.
+    const size_t compared = std::min<size_t>(aliased_.size(), 8);
+    for (size_t i = 0; i < compared; ++i) {
+      if (aliased_[i].original.is_same(tensor)) {
+        aliased_.push_back({tensor, aliased_[i].alias, written});
+        return aliased_.back().alias;
+      }
+      if (aliased_[i].original.storage().is_alias_of(tensor.storage())) {
+        aliased_.push_back({tensor, cpu_alias(tensor, aliased_[i].alias.storage()), written});
+        return aliased_.back().alias;
+      }
+    }
+    aliased_.push_back({tensor, cpu_alias(tensor), written});
+    return aliased_.back().alias;
+  }
+
+  void set_device(c10::DeviceIndex device) {
+    if (device_ < 0) {
+      device_ = device;
+    } else if (C10_UNLIKELY(device_ != device)) {
+      TORCH_CHECK(
+          false,
+          "Expected all tensors to be on the same device, but found at least two devices, neuron:",
+          static_cast<int>(device_),
+          " and neuron:",
+          static_cast<int>(device),
+          "! (in ",
+          op_.operator_name(),
+          ")");
+    }
+  }
+
+  void note_cpu(const at::Tensor& tensor) {
+    cpu_tensor_ = cpu_tensor_ || (tensor.device().is_cpu() && tensor.dim() > 0);
+  }
+
+  void replace_list(c10::IValue& value, size_t index, bool written) {
+    c10::List<at::Tensor> replaced;
+    replaced.reserve(value.toListRef().size());
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      if (tensor.defined() && tensor.is_privateuseone()) {
+        replaced.push_back(alias_of(tensor, written));
+      } else {
+        if (tensor.defined()) {
+          note_cpu(tensor);
+        }
+        replaced.push_back(tensor);
+      }
+    }
+    value = std::move(replaced);
+  }
+
+  void replace_optional_list(c10::IValue& value) {
+    c10::List<std::optional<at::Tensor>> replaced;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+      if (tensor.has_value() && tensor->defined() && tensor->is_privateuseone()) {
+        replaced.push_back(std::optional<at::Tensor>(alias_of(*tensor, false)));
+      } else {
+        if (tensor.has_value() && tensor->defined()) {
+          note_cpu(*tensor);
+        }
+        replaced.push_back(tensor);
+      }
+    }
+    value = std::move(replaced);
+  }
+
+  at::Tensor written_argument(int index, const at::Tensor& tensor) {
+    for (auto& [argument, original] : written_arguments_) {
+      if (argument == index) {
+        return original;
+      }
+    }
+    return turn(tensor);
+  }
+
+  // The neuron tensor for a tensor that the kernel returned.
+  at::Tensor turn(const at::Tensor& tensor) {
+    if (!tensor.has_storage() || !tensor.device().is_cpu()) {
+      return tensor;
+    }
+    const auto* storage = tensor.storage().unsafeGetStorageImpl();
+    for (const Aliased& aliased : aliased_) {
+      if (aliased.alias.storage().unsafeGetStorageImpl() == storage) {
+        return aliased.alias.is_same(tensor) ? aliased.original : adopt_view(tensor, aliased.original);
+      }
+    }
+    return adopt_output(tensor, device_);
+  }
+
+  const c10::OperatorHandle& op_;
+  const OperatorInfo& info_;
+  torch::jit::Stack* stack_;
+  const size_t arguments_begin_;
+  c10::DeviceIndex device_ = -1;
+  bool cpu_tensor_ = false;
+  c10::SmallVector<Aliased, 6> aliased_;
+  c10::SmallVector<std::pair<int, at::Tensor>, 2> written_arguments_;
+};
+
+// Lends a CPU kernel that draws random numbers a CPU generator seeded from the device's, so that neither the result nor
+// PyTorch's CPU generator depends on the other.
+class LentGenerator {
+ public:
+  LentGenerator(const OperatorInfo& info, Call& call) {
+    at::Generator given;
+    if (info.generator_argument >= 0) {
+      c10::IValue& value = call.argument(info.generator_argument);
+      if (value.isGenerator()) {
+        given = value.toGenerator();
+      }
+    }
+    if (given.defined() && given.device().is_cpu()) {
+      TORCH_CHECK(false, "Expected a 'neuron' device type for generator but found 'cpu'");
+    }
+    if (cpu_rng()) {
+      if (given.defined()) {
+        call.argument(info.generator_argument) = at::detail::getDefaultCPUGenerator();
+      }
+      return;
+    }
+    auto* generator =
+        at::check_generator<NeuronGeneratorImpl>(given.defined() ? given : default_generator(call.device()));
+    uint64_t seed = 0;
+    {
+      std::lock_guard<std::mutex> guard(generator->mutex_);
+      const auto bits = philox(generator->current_seed(), generator->advance(call.max_numel()));
+      seed = (static_cast<uint64_t>(bits[1]) << 32) | bits[0];
+    }
+    if (info.generator_argument >= 0) {
+      call.argument(info.generator_argument) = at::make_generator<at::CPUGeneratorImpl>(seed);
+      return;
+    }
+    // The kernel will ask for the CPU's default generator: lend that, and put its state back afterwards.
+    at::Generator cpu = at::detail::getDefaultCPUGenerator();
+    std::lock_guard<std::mutex> guard(cpu.mutex());
+    saved_state_ = cpu.get_state();
+    cpu.unsafeGetGeneratorImpl()->set_current_seed(seed);
+  }
+  ~LentGenerator() {
+    if (saved_state_.defined()) {
+      at::Generator cpu = at::detail::getDefaultCPUGenerator();
+      std::lock_guard<std::mutex> guard(cpu.mutex());
+      cpu.unsafeGetGeneratorImpl()->set_state(*saved_state_.unsafeGetTensorImpl());
+    }
+  }
+
+ private:
+  at::Tensor saved_state_;
+};
+
+} // namespace
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  static const c10::DispatchKeySet cpu_keys(c10::DispatchKey::CPU);
+  const OperatorInfo& info = info_of(op);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      op.hasKernelForDispatchKey(c10::DispatchKey::CPU),
+      "neuron: operator ",
+      op.operator_name(),
+      " has no kernel for device neuron, and none for cpu that it could use instead");
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  Call call(op, info, stack);
+  call.replace_arguments();
+  {
+    std::optional<LentGenerator> generator;
+    if (C10_UNLIKELY(info.draws)) {
+      generator.emplace(info, call);
+    }
+    ArenaScope scope;
+    op.redispatchBoxed(cpu_keys, stack);
+  }
+  call.replace_returns();
+}
+
+void register_fallback_over_decompositions() {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  // Kept for the life of the process: dropping a registration handle would take the kernel back.
+  static auto* registrations = new std::vector<c10::RegistrationHandleRAII>();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    auto op = dispatcher.findOp(name);
+    if (!op.has_value() || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
+      continue;
+    }
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+      registrations->push_back(dispatcher.registerImpl(
+          name,
+          c10::DispatchKey::PrivateUse1,
+          c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
+          std::nullopt,
+          nullptr,
+          "trn_dist: CPU kernel over the same memory"));
+    }
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+} // namespace trn

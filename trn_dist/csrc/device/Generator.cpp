@@ -1,0 +1,116 @@
+#include "device/Generator.h"
+
+#include "device/Device.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/TensorBase.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string_view>
+#include <vector>
+
+namespace trn {
+
+namespace {
+
+constexpr int64_t kStateBytes = 16;
+
+} // namespace
+
+NeuronGeneratorImpl::NeuronGeneratorImpl(c10::DeviceIndex device)
+    : c10::GeneratorImpl(c10::Device(kNeuron, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
+
+c10::DeviceType NeuronGeneratorImpl::device_type() {
+  return kNeuron;
+}
+
+void NeuronGeneratorImpl::set_current_seed(uint64_t seed) {
+  seed_ = seed;
+  offset_ = 0;
+}
+
+void NeuronGeneratorImpl::set_offset(uint64_t offset) {
+  offset_ = offset;
+}
+
+uint64_t NeuronGeneratorImpl::get_offset() const {
+  return offset_;
+}
+
+uint64_t NeuronGeneratorImpl::current_seed() const {
+  return seed_;
+}
+
+uint64_t NeuronGeneratorImpl::seed() {
+  set_current_seed(c10::detail::getNonDeterministicRandom());
+  return seed_;
+}
+
+void NeuronGeneratorImpl::set_state(const c10::TensorImpl& new_state) {
+  TORCH_CHECK_VALUE(
+      new_state.dtype() == caffe2::TypeMeta::Make<uint8_t>() && new_state.numel() == kStateBytes &&
+          new_state.is_contiguous() && new_state.device().is_cpu(),
+      "neuron: a generator's state is a contiguous uint8 CPU tensor of ",
+      kStateBytes,
+      " bytes (seed and offset), not one of ",
+      new_state.numel(),
+      " elements of ",
+      new_state.dtype().name(),
+      " on ",
+      new_state.device());
+  const auto* bytes = static_cast<const char*>(new_state.data());
+  std::memcpy(&seed_, bytes, 8);
+  std::memcpy(&offset_, bytes + 8, 8);
+}
+
+c10::intrusive_ptr<c10::TensorImpl> NeuronGeneratorImpl::get_state() const {
+  // Not at::empty: the dispatcher may lead into a Python mode that waits for the mutex held by our caller.
+  auto state = at::detail::empty_cpu({kStateBytes}, at::kByte, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
+  auto* bytes = static_cast<char*>(state.mutable_data_ptr());
+  std::memcpy(bytes, &seed_, 8);
+  std::memcpy(bytes + 8, &offset_, 8);
+  return state.getIntrusivePtr();
+}
+
+uint64_t NeuronGeneratorImpl::advance(uint64_t count) {
+  const uint64_t begin = offset_;
+  offset_ += (count + 3) / 4 * 4;
+  return begin;
+}
+
+NeuronGeneratorImpl* NeuronGeneratorImpl::clone_impl() const {
+  auto* clone = new NeuronGeneratorImpl(device().index());
+  clone->seed_ = seed_;
+  clone->offset_ = offset_;
+  return clone;
+}
+
+const at::Generator& default_generator(c10::DeviceIndex device) {
+  static std::once_flag once;
+  static std::vector<at::Generator>* generators = nullptr;
+  std::call_once(once, [] {
+    generators = new std::vector<at::Generator>();
+    for (c10::DeviceIndex index = 0; index < device_count(); ++index) {
+      generators->push_back(new_generator(index));
+    }
+  });
+  const auto index = device < 0 ? current_device() : device;
+  check_device(index);
+  return (*generators)[static_cast<size_t>(index)];
+}
+
+at::Generator new_generator(c10::DeviceIndex device) {
+  return at::make_generator<NeuronGeneratorImpl>(device < 0 ? current_device() : device);
+}
+
+bool cpu_rng() {
+  static const bool enabled = [] {
+    const char* value = std::getenv("TRN_CPU_RNG");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  return enabled;
+}
+
+} // namespace trn

@@ -1,0 +1,206 @@
+// Operators that the device carries out itself: creation, views, resizing and copies. They only move metadata or bytes,
+// so a trip through a CPU kernel would cost more than the operator.
+
+#include "device/Alias.h"
+#include "device/Allocator.h"
+#include "device/Device.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
+#include <ATen/ops/_efficientzerotensor_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/copy_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+namespace trn {
+
+namespace {
+
+using at::Tensor;
+
+constexpr c10::DispatchKeySet kNeuronKeys(c10::DispatchKey::PrivateUse1);
+
+c10::Device target_device(std::optional<at::Device> device) {
+  return c10::Device(kNeuron, device.has_value() ? resolve(*device) : current_device());
+}
+
+void check_options(std::optional<at::Layout> layout, std::optional<bool> pin_memory) {
+  TORCH_CHECK(
+      c10::layout_or_default(layout) == at::kStrided, "neuron: only strided tensors can be created on the device");
+  TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
+}
+
+Tensor empty_memory_format(
+    c10::IntArrayRef size,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout> layout,
+    std::optional<at::Device> device,
+    std::optional<bool> pin_memory,
+    std::optional<at::MemoryFormat> memory_format) {
+  check_options(layout, pin_memory);
+  const c10::DeviceGuard guard(target_device(device));
+  return at::detail::empty_generic(
+      size, device_allocator(), kNeuronKeys, c10::dtype_or_default(dtype), memory_format);
+}
+
+Tensor empty_strided(
+    c10::IntArrayRef size,
+    c10::IntArrayRef stride,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout> layout,
+    std::optional<at::Device> device,
+    std::optional<bool> pin_memory) {
+  check_options(layout, pin_memory);
+  const c10::DeviceGuard guard(target_device(device));
+  return at::detail::empty_strided_generic(
+      size, stride, device_allocator(), kNeuronKeys, c10::dtype_or_default(dtype));
+}
+
+Tensor efficient_zero_tensor(
+    c10::IntArrayRef size,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<at::Device> device,
+    std::optional<bool>) {
+  static auto* allocator = new at::native::ZeroTensorAllocator(c10::Device(kNeuron, 0));
+  const c10::DeviceGuard guard(target_device(device));
+  return at::detail::empty_generic(
+      size, allocator, kNeuronKeys | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor), c10::dtype_or_default(dtype), {});
+}
+
+void resize_bytes(c10::StorageImpl* storage, size_t nbytes) {
+  if (nbytes > storage->nbytes()) {
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(
+        c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage)), nbytes);
+  }
+}
+
+const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> memory_format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  if (impl->sizes() != size) {
+    impl->set_sizes_contiguous(size);
+    const auto needed = at::detail::computeStorageNbytesContiguous(
+        size, impl->itemsize(), static_cast<size_t>(impl->storage_offset()));
+    if (impl->numel() > 0) {
+      resize_bytes(impl->unsafe_storage().unsafeGetStorageImpl(), needed);
+    }
+  }
+  if (memory_format.has_value()) {
+    TORCH_CHECK(*memory_format != at::MemoryFormat::Preserve, "Unsupported memory format ", *memory_format);
+    impl->empty_tensor_restride(*memory_format);
+  }
+  return self;
+}
+
+Tensor& set_source_storage_offset(
+    Tensor& self,
+    at::Storage source,
+    int64_t storage_offset,
+    c10::IntArrayRef size,
+    c10::IntArrayRef stride) {
+  at::native::checkSetStorage(self, std::move(source), storage_offset, size, stride);
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_offset(storage_offset);
+  const auto strides = stride.data() != nullptr ? std::optional<c10::IntArrayRef>(stride) : std::nullopt;
+  if (strides.has_value()) {
+    impl->set_sizes_and_strides(size, *strides);
+  } else {
+    impl->set_sizes_contiguous(size);
+  }
+  if (impl->numel() > 0) {
+    resize_bytes(
+        impl->unsafe_storage().unsafeGetStorageImpl(),
+        at::detail::computeStorageNbytes(
+            impl->sizes(), impl->strides(), impl->itemsize(), static_cast<size_t>(storage_offset)));
+  }
+  return self;
+}
+
+Tensor& set_source_storage(Tensor& self, at::Storage source) {
+  const auto count = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
+  return set_source_storage_offset(self, std::move(source), 0, {count}, {});
+}
+
+Tensor& set_source_tensor(Tensor& self, const Tensor& source) {
+  if (self.unsafeGetTensorImpl() == source.unsafeGetTensorImpl()) {
+    return self;
+  }
+  return set_source_storage_offset(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+Tensor& set_empty(Tensor& self) {
+  const c10::DeviceGuard guard(self.device());
+  c10::Storage storage(
+      c10::Storage::use_byte_size_t(), 0, device_allocator()->allocate(0), device_allocator(), /*resizable=*/true);
+  return set_source_storage_offset(self, std::move(storage), 0, {0}, {});
+}
+
+bool is_set_to(const Tensor& self, const Tensor& source) {
+  return self.storage().unsafeGetStorageImpl() == source.storage().unsafeGetStorageImpl() &&
+      self.storage_offset() == source.storage_offset() && self.sizes() == source.sizes() &&
+      self.strides() == source.strides();
+}
+
+// All memory is the host's, so a copy in any direction is one between CPU tensors over the same bytes.
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  Tensor target = to_cpu_alias(self);
+  // In the same storage as the target when they share memory, so that an overlap is seen.
+  const Tensor origin = source.is_privateuseone() && self.is_privateuseone() && self.storage().is_alias_of(source.storage())
+      ? cpu_alias(source, target.storage())
+      : to_cpu_alias(source);
+  at::native::copy_(target, origin, non_blocking);
+  return self;
+}
+
+Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
+  Tensor target = dst;
+  copy_(target, self, non_blocking);
+  return dst;
+}
+
+Tensor copy_from_and_resize(const Tensor& self, const Tensor& dst) {
+  at::native::resize_output(dst, self.sizes());
+  return copy_from(self, dst, false);
+}
+
+void record_stream(Tensor&, at::Stream) {
+  // Operators are carried out as they are issued: the memory is never reused before its readers are done.
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty_memory_format);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", &efficient_zero_tensor);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("view", static_cast<Tensor (*)(const Tensor&, c10::IntArrayRef)>(&at::native::view));
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("unfold", &at::native::unfold);
+  m.impl("resize_", &resize_);
+  m.impl("set_.source_Storage", &set_source_storage);
+  m.impl("set_.source_Storage_storage_offset", &set_source_storage_offset);
+  m.impl("set_.source_Tensor", &set_source_tensor);
+  m.impl("set_", &set_empty);
+  m.impl("is_set_to", &is_set_to);
+  m.impl("copy_", &copy_);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("record_stream", &record_stream);
+}
+
+// The copy's own kernel reads conj and neg bits; resolving them first would come back to it and never end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+} // namespace
+
+} // namespace trn

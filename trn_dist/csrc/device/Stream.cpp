@@ -1,0 +1,130 @@
+#include "device/Stream.h"
+
+#include "device/Device.h"
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+
+namespace trn {
+
+namespace {
+
+struct StreamTable {
+  std::mutex mutex;
+  std::map<std::pair<c10::DeviceIndex, c10::StreamId>, std::vector<std::shared_ptr<PendingWork>>> pending;
+  c10::StreamId next_id = 1;
+};
+
+StreamTable& table() {
+  static auto* streams = new StreamTable(); // never destroyed: threads may outlive static destructors
+  return *streams;
+}
+
+// How many streams have pending work, so that the common case of none costs one load.
+std::atomic<int> busy_streams{0};
+
+thread_local std::vector<c10::StreamId> tls_current; // by device; 0 where a thread set none
+
+c10::Stream make_stream(c10::DeviceIndex device, c10::StreamId id) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kNeuron, device), id);
+}
+
+// Takes what is pending on the streams that `belongs` picks out of the table.
+template <typename Predicate>
+std::vector<std::shared_ptr<PendingWork>> pending_of(Predicate belongs) {
+  std::vector<std::shared_ptr<PendingWork>> works;
+  if (busy_streams.load(std::memory_order_acquire) == 0) {
+    return works;
+  }
+  std::lock_guard<std::mutex> guard(table().mutex);
+  for (const auto& [key, pending] : table().pending) {
+    if (belongs(key)) {
+      works.insert(works.end(), pending.begin(), pending.end());
+    }
+  }
+  return works;
+}
+
+void drop_done(c10::DeviceIndex device, c10::StreamId id) {
+  std::lock_guard<std::mutex> guard(table().mutex);
+  auto it = table().pending.find({device, id});
+  if (it == table().pending.end()) {
+    return;
+  }
+  std::erase_if(it->second, [](const auto& work) { return work->poll(); });
+  if (it->second.empty()) {
+    table().pending.erase(it);
+    busy_streams.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+} // namespace
+
+c10::Stream default_stream(c10::DeviceIndex device) {
+  return make_stream(device, 0);
+}
+
+c10::Stream current_stream(c10::DeviceIndex device) {
+  const auto index = static_cast<size_t>(device);
+  return make_stream(device, index < tls_current.size() ? tls_current[index] : 0);
+}
+
+c10::Stream exchange_stream(c10::Stream stream) {
+  const auto former = current_stream(stream.device_index());
+  const auto index = static_cast<size_t>(stream.device_index());
+  if (index >= tls_current.size()) {
+    tls_current.resize(index + 1, 0);
+  }
+  tls_current[index] = stream.id();
+  return former;
+}
+
+c10::Stream new_stream(c10::DeviceIndex device, int priority) {
+  check_device(device);
+  (void)priority; // an order of preference between streams, which operators carried out at once do not need
+  std::lock_guard<std::mutex> guard(table().mutex);
+  return make_stream(device, table().next_id++);
+}
+
+void add_pending(c10::Stream stream, std::shared_ptr<PendingWork> work) {
+  drop_done(stream.device_index(), stream.id());
+  std::lock_guard<std::mutex> guard(table().mutex);
+  auto& pending = table().pending[{stream.device_index(), stream.id()}];
+  if (pending.empty()) {
+    busy_streams.fetch_add(1, std::memory_order_release);
+  }
+  pending.push_back(std::move(work));
+}
+
+std::vector<std::shared_ptr<PendingWork>> pending_on(c10::Stream stream) {
+  return pending_of([&](const auto& key) {
+    return key.first == stream.device_index() && key.second == stream.id();
+  });
+}
+
+void synchronize_stream(c10::Stream stream) {
+  for (const auto& work : pending_on(stream)) {
+    work->finish();
+  }
+  drop_done(stream.device_index(), stream.id());
+}
+
+void synchronize_device(c10::DeviceIndex device) {
+  for (const auto& work : pending_of([&](const auto& key) { return key.first == device; })) {
+    work->finish();
+  }
+}
+
+bool query_stream(c10::Stream stream) {
+  for (const auto& work : pending_on(stream)) {
+    if (!work->poll()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+} // namespace trn

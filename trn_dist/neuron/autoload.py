@@ -1,0 +1,18 @@
+"""What ``import torch`` runs: registers the device ``neuron``, the module ``torch.neuron`` and the process group.
+
+A leaf module: it imports torch only inside :func:`load`, which torch calls at the end of its own import. It creates no
+memory, no thread and no socket, for launchers load it too.
+"""
+
+
+def load() -> None:
+    """Registers the backend. Called by PyTorch through the entry point ``torch.backends``; calling it again is harmless."""
+    import torch
+
+    if hasattr(torch, "neuron"):
+        return
+    torch.utils.rename_privateuse1_backend("neuron")
+    from trn_dist import neuron
+
+    torch._register_device_module("neuron", neuron)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

@@ -1,0 +1,106 @@
+"""Devices of the simulated node: which there are, which one is current, what each is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from trn_dist import _C
+
+Device = torch.device | int | str | None
+
+
+def device_index(device: Device, optional: bool = True) -> int:
+    """The index that ``device`` means: its own, or the current device's if it has none.
+
+    Raises:
+        ValueError: ``device`` is of another type than ``neuron``.
+        RuntimeError: the node has no such device.
+    """
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type != "neuron":
+            raise ValueError(f"Expected a neuron device, but got: {device}")
+        device = device.index
+    if device is None:
+        return current_device()
+    _C._check_device(device)
+    return int(device)
+
+
+def device_count() -> int:
+    """The number of logical NeuronCores of the simulated node."""
+    return _C._device_count()
+
+
+def current_device() -> int:
+    """The index of the calling thread's current device."""
+    return torch.accelerator.current_device_index()
+
+
+def set_device(device: Device) -> None:
+    """Makes ``device`` current for the calling thread."""
+    torch.accelerator.set_device_index(device_index(device))
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProperties:
+    """What a logical NeuronCore is.
+
+    Attributes:
+        name: the device's name as PyTorch and TorchTitan know it, such as ``"trn2"``.
+        total_memory: bytes of HBM of one logical core.
+        multi_processor_count: physical NeuronCores behind one logical core.
+    """
+
+    name: str
+    total_memory: int
+    multi_processor_count: int = 2
+
+
+def get_device_properties(device: Device = None) -> DeviceProperties:
+    """The properties of a device; see :class:`DeviceProperties`."""
+    device_index(device)
+    return DeviceProperties(name=_C._device_name(), total_memory=_C._device_hbm_bytes())
+
+
+def get_device_name(device: Device = None) -> str:
+    """A name for people, such as ``"AWS neuron trn2 (simulated)"``."""
+    return f"AWS neuron {get_device_properties(device).name} (simulated)"
+
+
+def get_device_capability(device: Device = None) -> tuple[int, int]:
+    """The NeuronCore's generation, as (major, minor): (3, 0) for Trainium2's NeuronCore-v3."""
+    generation = {"trn1": 2, "trn1n": 2, "inf2": 2, "trn2": 3, "trn2n": 3, "trn2u": 3, "trn3": 4, "trn3u": 4}
+    name = get_device_properties(device).name
+    if name not in generation:
+        raise NotImplementedError(f"the NeuronCore generation of device {name!r} is not known")
+    return generation[name], 0
+
+
+class device:
+    """A context in which ``device`` is current; ``None`` or a negative index changes nothing."""
+
+    def __init__(self, device: Device) -> None:
+        unchanged = device is None or (isinstance(device, int) and device < 0)
+        self.idx = -1 if unchanged else device_index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        if self.idx >= 0:
+            self.prev_idx = current_device()
+            set_device(self.idx)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.idx >= 0:
+            set_device(self.prev_idx)
+
+
+class device_of(device):
+    """A context in which the device of ``tensor`` is current; a tensor elsewhere changes nothing."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.device if tensor.device.type == "neuron" else None)

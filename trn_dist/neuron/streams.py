@@ -1,0 +1,78 @@
+"""Streams and events of the device, as ``torch.cuda`` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trn_dist import _C
+from trn_dist.neuron.device import Device, current_device, device_index
+
+
+class Stream(torch.Stream):
+    """A stream of the device.
+
+    Args:
+        device: the device; the current one by default.
+        priority: 0 (normal) or negative (high).
+    """
+
+    def __new__(cls, device: Device = None, priority: int = 0, **kwargs: Any) -> Stream:
+        if "stream_id" in kwargs:
+            return super().__new__(cls, **kwargs)
+        return super().__new__(cls, device=torch.device("neuron", device_index(device)), priority=priority)
+
+
+class Event(torch.Event):
+    """An event of the device; ``blocking`` and ``interprocess`` are accepted as in ``torch.cuda.Event``."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+        return super().__new__(
+            cls, torch.device("neuron"), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+        )
+
+
+def _as_stream(stream: torch.Stream) -> Stream:
+    return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
+def current_stream(device: Device = None) -> Stream:
+    """The calling thread's current stream on ``device``."""
+    return _as_stream(torch.accelerator.current_stream(torch.device("neuron", device_index(device))))
+
+
+def default_stream(device: Device = None) -> Stream:
+    """The stream that every thread starts with."""
+    return Stream(stream_id=0, device_index=device_index(device), device_type=torch._C._autograd.DeviceType.PrivateUse1)
+
+
+def set_stream(stream: torch.Stream | None) -> None:
+    """Makes ``stream`` current on its device; ``None`` changes nothing."""
+    if stream is not None:
+        torch.accelerator.set_stream(stream)
+
+
+class stream:
+    """A context in which ``stream`` and its device are current; ``None`` changes nothing."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is None:
+            return
+        self._device = current_device()
+        self._former = current_stream(self.stream.device_index)
+        set_stream(self.stream)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.stream is None:
+            return
+        set_stream(self._former)
+        torch.accelerator.set_device_index(self._device)
+
+
+def synchronize(device: Device = None) -> None:
+    """Waits for everything that was issued on ``device``, collectives included."""
+    _C._synchronize_device(device_index(device))
