@@ -15,16 +15,23 @@ thread_local int ArenaScope::depth_ = 0;
 
 namespace {
 
-void delete_block(void* context) {
-  auto* block = static_cast<Arena::Block*>(context);
+// The context of a DataPtr is its address, as Allocator::raw_allocate demands; the arena knows the block.
+void delete_block(void* address) {
   // A forked child shares its parent's pages and has a copy of its books: it may drop tensors and change neither.
   if (C10_UNLIKELY(Arena::in_bad_fork())) {
     return;
   }
+  Arena& arena = Arena::get();
+  Arena::Block* block = arena.block_at(address);
   if (block->ledger_entry != nullptr) {
     Ledger::of(block->device).release(static_cast<Ledger::Block*>(block->ledger_entry));
   }
-  Arena::get().free(block);
+  arena.free(block);
+}
+
+c10::DataPtr data_of(const Arena& arena, const Arena::Block* block, c10::Device device) {
+  void* address = arena.address(block);
+  return {address, address, &delete_block, device};
 }
 
 void charge(Arena::Block* block, size_t nbytes, c10::DeviceIndex device) {
@@ -42,7 +49,7 @@ class NeuronAllocator final : public c10::DeviceAllocator {
     }
     Arena& arena = Arena::get();
     Arena::Block* block = arena.allocate(nbytes);
-    c10::DataPtr data(arena.address(block), block, &delete_block, device);
+    c10::DataPtr data = data_of(arena, block, device);
     charge(block, nbytes, index);
     return data;
   }
@@ -74,14 +81,16 @@ class NeuronAllocator final : public c10::DeviceAllocator {
 
 class ScopedCpuAllocator final : public c10::Allocator {
  public:
-  explicit ScopedCpuAllocator(c10::Allocator* next) : next_(next) {}
   c10::DataPtr allocate(size_t nbytes) override {
     if (C10_LIKELY(!ArenaScope::active()) || nbytes == 0) {
       return next_->allocate(nbytes);
     }
     Arena& arena = Arena::get();
-    Arena::Block* block = arena.allocate(nbytes);
-    return {arena.address(block), block, &delete_block, c10::Device(c10::DeviceType::CPU)};
+    return data_of(arena, arena.allocate(nbytes), c10::Device(c10::DeviceType::CPU));
+  }
+  // oneDNN keeps what raw_allocate gave it beyond the operator, so the deleter goes by where the address lies.
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &ScopedCpuAllocator::raw_delete;
   }
   bool is_simple_data_ptr(const c10::DataPtr& data) const override {
     return next_->is_simple_data_ptr(data);
@@ -90,8 +99,22 @@ class ScopedCpuAllocator final : public c10::Allocator {
     default_copy_data(dest, src, count);
   }
 
+  static ScopedCpuAllocator& get() {
+    static auto* allocator = new ScopedCpuAllocator();
+    return *allocator;
+  }
+
  private:
-  c10::Allocator* next_;
+  ScopedCpuAllocator() : next_(c10::GetCPUAllocator()) {}
+  static void raw_delete(void* address) {
+    if (Arena::owns(address)) {
+      delete_block(address);
+    } else {
+      get().next_->raw_deleter()(address);
+    }
+  }
+
+  c10::Allocator* const next_; // PyTorch's own
 };
 
 NeuronAllocator neuron_allocator;
@@ -108,23 +131,20 @@ c10::DataPtr adopt(c10::DataPtr cpu_data, size_t nbytes, c10::DeviceIndex index)
     return {nullptr, device};
   }
   if (C10_LIKELY(cpu_data.get_deleter() == &delete_block)) {
-    auto* block = static_cast<Arena::Block*>(cpu_data.get_context());
-    // The block may be shared with a wider storage only if the kernel offset its data pointer; PyTorch's do not.
-    charge(block, nbytes, index);
+    charge(Arena::get().block_at(cpu_data.get_context()), nbytes, index);
     cpu_data.unsafe_set_device(device);
     return cpu_data;
   }
   Arena& arena = Arena::get();
   Arena::Block* block = arena.allocate(nbytes);
-  c10::DataPtr data(arena.address(block), block, &delete_block, device);
+  c10::DataPtr data = data_of(arena, block, device);
   charge(block, nbytes, index);
   std::memcpy(data.get(), cpu_data.get(), nbytes);
   return data;
 }
 
 void install_cpu_allocator() {
-  static auto* allocator = new ScopedCpuAllocator(c10::GetCPUAllocator());
-  c10::SetCPUAllocator(allocator, /*priority=*/255);
+  c10::SetCPUAllocator(&ScopedCpuAllocator::get(), /*priority=*/255);
   c10::SetAllocator(kNeuron, &neuron_allocator);
 }
 

@@ -27,7 +27,7 @@ constexpr uint64_t kSmallChunk = 256 << 10; // what small blocks are carved from
 // ordinary free keeps them.
 constexpr uint64_t kTrimWatermark = 1ULL << 30;
 
-std::atomic<bool> arena_exists{false};
+std::atomic<Arena*> instance{nullptr};
 std::atomic<bool> bad_fork{false};
 
 // Four classes to a doubling, the smallest 64 bytes: 64, 128, 192, 256, 320, 384, 448, 512, 640, ...
@@ -61,7 +61,12 @@ Arena& Arena::get() {
 }
 
 bool Arena::exists() {
-  return arena_exists.load(std::memory_order_relaxed);
+  return instance.load(std::memory_order_acquire) != nullptr;
+}
+
+bool Arena::owns(const void* ptr) {
+  const Arena* arena = instance.load(std::memory_order_acquire);
+  return arena != nullptr && arena->contains(ptr);
 }
 
 bool Arena::in_bad_fork() {
@@ -89,10 +94,19 @@ Arena::Arena() : size_(kArenaBytes), free_small_(size_class_of(kSmallLimit) + 1)
       std::strerror(errno),
       "); is the address space limited (ulimit -v)?");
   base_ = static_cast<std::byte*>(address);
+  void* blocks = mmap(
+      nullptr,
+      size_ / kAlignment * sizeof(Block*),
+      PROT_READ | PROT_WRITE,
+      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+      -1,
+      0);
+  TORCH_CHECK(blocks != MAP_FAILED, "neuron: cannot map the HBM arena's index (mmap: ", std::strerror(errno), ")");
+  block_table_ = static_cast<Block**>(blocks);
   give_range(0, size_);
   freed_since_trim_ = 0;
   pthread_atfork(nullptr, nullptr, [] { bad_fork.store(true, std::memory_order_relaxed); });
-  arena_exists.store(true, std::memory_order_relaxed);
+  instance.store(this, std::memory_order_release);
 }
 
 Arena::Block* Arena::new_block() {
@@ -161,6 +175,7 @@ Arena::Block* Arena::allocate(uint64_t nbytes) {
       for (uint64_t i = count; i-- > 0;) {
         Block* fresh = new_block();
         *fresh = Block{offset + i * size, size, size_class, -1, nullptr};
+        block_table_[fresh->offset / kAlignment] = fresh;
         free_list.push_back(fresh);
       }
     }
@@ -171,6 +186,7 @@ Arena::Block* Arena::allocate(uint64_t nbytes) {
     const uint64_t offset = take_range(size);
     block = new_block();
     *block = Block{offset, size, kLarge, -1, nullptr};
+    block_table_[offset / kAlignment] = block;
   }
   used_bytes_ += block->size;
   return block;

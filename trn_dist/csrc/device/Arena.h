@@ -33,6 +33,9 @@ class Arena {
   // Whether this process is a forked child that inherited an arena. Such a child may drop tensors but not use them.
   static bool in_bad_fork();
 
+  // Whether `ptr` lies in this process's arena (for a forked child: its parent's); false when there is none.
+  static bool owns(const void* ptr);
+
   std::byte* base() const {
     return base_;
   }
@@ -54,6 +57,11 @@ class Arena {
     return base_ + block->offset;
   }
 
+  // The block that begins at `ptr`, which must have been handed out.
+  Block* block_at(const void* ptr) const {
+    return block_table_[offset_of(ptr) / kAlignment];
+  }
+
   // nbytes > 0; aligned to 64 bytes. Fresh memory reads as zero, reused memory as whatever it held.
   Block* allocate(uint64_t nbytes);
   // A no-op in a forked child, whose pages are its parent's.
@@ -67,6 +75,7 @@ class Arena {
   Arena();
 
   static constexpr uint32_t kLarge = UINT32_MAX;
+  static constexpr uint64_t kAlignment = 64;
   Block* new_block();
   uint64_t take_range(uint64_t nbytes);
   void give_range(uint64_t offset, uint64_t size);
@@ -75,6 +84,7 @@ class Arena {
   std::byte* base_ = nullptr;
   uint64_t size_ = 0;
   int fd_ = -1;
+  Block** block_table_ = nullptr; // by offset / kAlignment; reserved like the arena and as little touched
   mutable std::mutex mutex_;
   uint64_t used_bytes_ = 0;
   uint64_t freed_since_trim_ = 0; // bytes in free ranges that may still hold pages

@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <string>
 #include <unordered_set>
@@ -56,6 +57,9 @@ const std::unordered_set<std::string>& mixed_operators() {
   };
   return names;
 }
+
+// Compositions that pick among kernels by the device they see: taken whole to the CPU, they pick what the CPU would.
+constexpr std::array<const char*, 2> kComposedOnCpu = {"aten::convolution", "aten::convolution_backward"};
 
 OperatorInfo make_info(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
@@ -361,7 +365,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   static const c10::DispatchKeySet cpu_keys(c10::DispatchKey::CPU);
   const OperatorInfo& info = info_of(op);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      op.hasKernelForDispatchKey(c10::DispatchKey::CPU),
+      op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
       "neuron: operator ",
       op.operator_name(),
       " has no kernel for device neuron, and none for cpu that it could use instead");
@@ -383,15 +387,21 @@ void register_fallback_over_decompositions() {
   auto& dispatcher = c10::Dispatcher::singleton();
   // Kept for the life of the process: dropping a registration handle would take the kernel back.
   static auto* registrations = new std::vector<c10::RegistrationHandleRAII>();
+  auto has_decomposition = [](const c10::OperatorHandle& op) {
+    return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+        op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+        op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  };
+  auto composed_on_cpu = [](const c10::OperatorName& name) {
+    return name.overload_name.empty() &&
+        std::find(kComposedOnCpu.begin(), kComposedOnCpu.end(), name.name) != kComposedOnCpu.end();
+  };
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
-    auto op = dispatcher.findOp(name);
-    if (!op.has_value() || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
-        op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
+    const auto op = dispatcher.findOp(name);
+    if (!op.has_value() || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
       continue;
     }
-    if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
-        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
-        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+    if ((op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && has_decomposition(*op)) || composed_on_cpu(name)) {
       registrations->push_back(dispatcher.registerImpl(
           name,
           c10::DispatchKey::PrivateUse1,

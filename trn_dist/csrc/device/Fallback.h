@@ -11,7 +11,8 @@ namespace trn {
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 // Registers the fallback by name for every operator that has a CPU kernel as well as a decomposition: for those the
-// decomposition would win over a backend's fallback, and its bits may differ from the CPU kernel's.
+// decomposition would win over a backend's fallback, and its bits may differ from the CPU kernel's. So it does for a few
+// compositions that depend on the device.
 void register_fallback_over_decompositions();
 
 } // namespace trn

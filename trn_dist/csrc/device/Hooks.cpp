@@ -97,8 +97,7 @@ struct NeuronHooks final : public at::PrivateUse1HooksInterface {
     return new_generator(device);
   }
   at::Device getDeviceFromPtr(void* data) const override {
-    TORCH_CHECK(
-        Arena::exists() && Arena::get().contains(data), "neuron: the pointer does not lie in this process's HBM arena");
+    TORCH_CHECK(Arena::owns(data), "neuron: the pointer does not lie in this process's HBM arena");
     return at::Device(kNeuron, current_device());
   }
   bool isPinnedPtr(const void* data) const override {
