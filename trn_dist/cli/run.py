@@ -68,9 +68,9 @@ def run(
 ) -> None:
     """Run PROGRAM with ARGS on simulated Trainium ranks.
 
-    Sets the environment that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...). One process imports torch
-    and the ranks are forked from it, so 64 of them start in seconds. The first rank that fails ends the run and is shown
-    with its traceback. When the run ends, every process that it started has ended.
+    Sets the environment that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...). One process imports
+    torch and the ranks are forked from it, so 64 of them start in seconds. The first rank that fails ends the run and
+    is shown with its traceback. When the run ends, every process that it started has ended.
 
     \b
     trn run -n 8 train.py --steps 100

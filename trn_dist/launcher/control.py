@@ -1,4 +1,4 @@
-"""Messages between the supervisor, the zygote and the ranks: one JSON object a packet, with file descriptors where needed.
+"""Messages between the supervisor, the zygote and the ranks: one JSON object a packet, with descriptors if need be.
 
 The channel is a SOCK_SEQPACKET socket pair, so packets arrive whole or not at all and several processes may send on one
 end. Its file descriptors are close-on-exec: a program that a rank starts does not get them.

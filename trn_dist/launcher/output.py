@@ -72,7 +72,7 @@ class RankOutput:
             self._log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def feed(self, stream: int, data: bytes) -> None:
-        """Take what the rank wrote to ``stream``. The terminal gets whole lines, or everything at once without a prefix."""
+        """Take what the rank wrote to ``stream``. With a prefix, the terminal gets whole lines only."""
         self.log(data)
         if not self._prefix and stream in self.shown:
             write_terminal(stream, data)

@@ -21,7 +21,7 @@ class LaunchError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The program of every rank: a script (``target`` is its path) or, with ``is_module``, a module as in ``python -m``."""
+    """The program of every rank: the script at the path ``target`` or, with ``is_module``, the module ``target``."""
 
     target: str
     args: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class LaunchPlan:
             raise LaunchError(f"--nodes {self.nodes}: a run needs at least 1 node")
         if self.world_size % self.nodes:
             raise LaunchError(
-                f"{self.world_size} ranks do not divide evenly over {self.nodes} nodes; every node holds the same number"
+                f"{self.world_size} ranks do not divide evenly over {self.nodes} nodes; each holds the same number"
             )
         if self.local_world_size > CORES_PER_NODE:
             needed = -(-self.world_size // CORES_PER_NODE)

@@ -1,6 +1,7 @@
 """What Linux offers to start processes safely and to leave none behind.
 
-Touches only ``prctl`` and ``/proc``. Called by ``supervisor``, ``zygote`` and ``rank``; imports the standard library only.
+Touches only ``prctl`` and ``/proc``. Called by ``supervisor``, ``zygote`` and ``rank``; imports the standard library
+only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 RUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""Every process of a run carries it in its environment with a value of the run's own, whatever its parent or session."""
+"""In the environment of every process of a run, with a value of the run's own, whatever its parent or session."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -45,7 +46,7 @@ def set_thread_name(name: str) -> None:
 
 
 def flush_c_streams() -> None:
-    """Write out what C and C++ code left in the buffers of stdout and stderr."""
+    """Write out what C code left in the buffers of its open files."""
     _libc.fflush(None)
 
 

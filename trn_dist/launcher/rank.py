@@ -1,8 +1,9 @@
-"""What a process forked from the zygote does to become a rank: it ends up as ``python -u script.py args`` would have begun.
+"""What a process forked from the zygote does to become a rank: it ends up as ``python -u script.py`` begins.
 
-Runs in the rank only, called by ``zygote``. Differences from a fresh interpreter that a program can see: modules that the
-zygote imported are there already, all ranks of a node share one string hash seed, and at the end exit handlers run and
-open files are flushed but the interpreter is not torn down (with torch loaded that costs 0.3 s of CPU a rank).
+Runs in the rank only, called by ``zygote``. Differences from a fresh interpreter that a program can see: modules that
+the zygote imported are there already, all ranks of a node share one string hash seed, and at the end exit handlers
+run and open files are flushed but the interpreter is not torn down (with torch loaded that costs 0.3 s of CPU a
+rank).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def become(request: RankRequest) -> NoReturn:
 
 
 def _reseed() -> None:
-    """Give each rank random streams of its own; ``random`` does so by itself after a fork, NumPy's global one does not."""
+    """Give each rank random numbers of its own. ``random`` reseeds itself after a fork, NumPy does not."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
@@ -137,7 +138,7 @@ def _report(channel: socket.socket, rank: int, error: str, text: str) -> bool:
 
 
 def _exit(status: int) -> NoReturn:
-    """Leave as the interpreter would: join threads, run exit handlers, flush; a negative status is a signal to die of."""
+    """Leave as the interpreter would: join threads, run exit handlers, flush. Status -N means to die of signal N."""
     for step in (threading._shutdown, atexit._run_exitfuncs, _flush_open_files, processes.flush_c_streams):  # type: ignore[attr-defined]
         try:
             step()

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import os
 import resource
+import select
 import selectors
 import shutil
 import signal
@@ -44,8 +45,8 @@ def launch(plan: LaunchPlan) -> int:
     """Run a plan to its end in the calling process, which must be in its main thread.
 
     Returns:
-        The exit code: 0 when every rank exited with 0; else that of the first rank that failed, or 128 + N when signal N
-        killed it; 128 + N when the launcher was stopped by signal N; 1 when the launcher itself failed.
+        The exit code: 0 when every rank exited with 0; else that of the first rank that failed, or 128 + N when
+        signal N killed it; 128 + N when the launcher was stopped by signal N; 1 when the launcher itself failed.
 
     Raises:
         LaunchError: the run could not start. Nothing is left behind.
@@ -93,7 +94,11 @@ class _Run:
         self.zygote_ready = False
         self.channel: socket.socket | None = None
         self.listener: socket.socket | None = None
-        self.scratch: str | None = None
+        # Made by the zygote, removed by whichever of the two lives to the end.
+        try:
+            self.scratch = os.path.join(tempfile.gettempdir(), f"trn_dist_{self.run_id}")
+        except FileNotFoundError as error:
+            raise LaunchError(f"{error.strerror}; set TMPDIR to a folder that can be written") from None
         self.wake_fds: tuple[int, int] | None = None
         self.old_handlers: dict[signal.Signals, Any] = {}
         self.descriptor_limit: tuple[int, int] | None = None
@@ -105,11 +110,7 @@ class _Run:
         plan = self.plan
         self._open_outputs()
         self._catch_signals()
-        try:
-            self.scratch = tempfile.mkdtemp(prefix="trn_dist_")
-        except OSError as error:
-            raise LaunchError(f"no folder for temporary files can be made: {error}") from None
-        # Loopback only, and a port of the kernel's choice. Ranks that connect before the store answers wait in the queue.
+        # Loopback only, the port is the kernel's choice. Ranks that connect before the store answers wait in the queue.
         self.listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self.listener.bind(("127.0.0.1", 0))
         self.listener.listen(max(128, plan.world_size))
@@ -148,7 +149,7 @@ class _Run:
                 raise LaunchError(f"{log_path}: {error.strerror}") from None
 
     def _raise_descriptor_limit(self) -> None:
-        """Two pipes and a log file a rank; only here, after the zygote started, so that the ranks keep the user's limit."""
+        """Two pipes and a log file a rank. Called after the zygote started, so that ranks keep the user's limit."""
         needed = 3 * self.plan.world_size + _SPARE_DESCRIPTORS
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < needed:
@@ -239,7 +240,7 @@ class _Run:
         raise LaunchError(message["reason"])
 
     def _spawn(self, rank: int) -> None:
-        assert self.listener is not None and self.scratch is not None
+        assert self.listener is not None
         error_file = os.path.join(self.scratch, f"rank{rank}.error.json")
         port = self.listener.getsockname()[1]
         variables = environment.rank_environment(
@@ -322,7 +323,8 @@ class _Run:
         assert self.zygote is not None and self.channel is not None
         if self.zygote.poll() is None:
             return
-        while self.channel in self._registered():  # the reason may still lie in the channel
+        # The reason may still lie in the channel. Its other end can be open yet, in what the ranks have forked.
+        while self.channel in self._registered() and select.select([self.channel], [], [], 0)[0]:
             self._read_channel()
         started = any(rank.started for rank in self.ranks)
         what = "the warm process that ranks are forked from"
@@ -418,8 +420,7 @@ class _Run:
             rank.output.close()
         if self.listener is not None:
             self.listener.close()
-        if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
         if self.descriptor_limit is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, self.descriptor_limit)
         if self.wake_fds is not None:

@@ -1,8 +1,8 @@
 """The warm process: it imports torch once and forks a rank on request.
 
-Started by ``supervisor`` as ``python -u zygote.py CONTROL_FD PRELOAD -m|- TARGET ARGS...`` with the environment that all
-ranks share. It runs no operator, no backward and no thread, because neither survives a fork; it refuses to fork when an
-imported module has started a thread. It also forks the process that hosts the TCPStore, which needs a thread.
+Started by ``supervisor`` as ``python -u zygote.py CONTROL_FD PRELOAD -m|- TARGET ARGS...`` with the environment that
+all ranks share. It runs no operator, no backward and no thread, because neither survives a fork; it refuses to fork
+when an imported module has started a thread. It also forks the process that hosts the TCPStore, which needs a thread.
 
 When the supervisor goes away, however it does, the zygote kills the whole run; when the zygote goes away the kernel
 kills the ranks (``processes.die_with_parent``).
@@ -85,7 +85,7 @@ def _warm_up(program: Program, preload: list[str]) -> float:
     for name in WARM_MODULES:
         _import(name)
     if not sys.flags.safe_path:
-        # As `python -m` and `python script.py` do it. After torch, so that a file of the user's cannot shadow its imports.
+        # As `python -m` and `python script.py` do it; after torch, lest a file of the user's shadow its imports.
         first = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
         sys.path.insert(0, first)
     for name in preload:
@@ -136,11 +136,11 @@ def _serve(channel: socket.socket, program: Program, environment: dict[str, str]
 
     try:
         while True:
-            readable, _, _ = select.select([channel, wake_reader], [], [])
+            readable, _, _ = select.select([channel.fileno(), wake_reader], [], [])
             if wake_reader in readable:
                 _drain(wake_reader)
                 _report_ended(channel, ranks, store_pid)
-            if channel not in readable:
+            if channel.fileno() not in readable:
                 continue
             received = control.receive(channel)
             if received is None:  # the supervisor is gone
@@ -150,6 +150,11 @@ def _serve(channel: socket.socket, program: Program, environment: dict[str, str]
                 break
             if message["op"] == "begin":
                 scratch = message["scratch"]
+                try:
+                    os.mkdir(scratch, 0o700)
+                except OSError as error:
+                    reason = f"the folder for temporary files {scratch} cannot be made: {error.strerror}"
+                    control.send(channel, {"event": "refused", "reason": reason})
                 zygote_pid = os.getpid()
                 store_pid = os.fork()
                 if store_pid == 0:

@@ -1,0 +1,310 @@
+"""Runs from start to end: output, exit codes, failures, signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.launcher.runs import Run, trn, write
+
+
+def test_ranks_meet_and_are_shown_and_logged(tmp_path: Path) -> None:
+    write(
+        tmp_path / "meet.py",
+        """
+        import sys, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(total)
+        print("total", total.item(), *sys.argv[1:])
+        print("careful", file=sys.stderr)
+        dist.destroy_process_group()
+        """,
+    )
+    result = trn("run", "-n", 4, "--local-ranks-filter", "0,2", "--log-dir", "logs", "meet.py", "-n", "x", cwd=tmp_path)
+    assert result.code == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["[rank0] total 6.0 -n x", "[rank2] total 6.0 -n x"]
+    careful = sorted(line for line in result.stderr.splitlines() if "careful" in line)
+    assert careful == ["[rank0] careful", "[rank2] careful"]
+    for rank in range(4):
+        log = (tmp_path / "logs" / f"rank{rank}.log").read_text()
+        assert "total 6.0 -n x\n" in log
+        assert "careful\n" in log
+
+
+def test_a_rank_is_like_a_fresh_interpreter(tmp_path: Path) -> None:
+    """What a script relies on without thinking: ``__main__``, exit handlers, threads, open files, random numbers."""
+    write(
+        tmp_path / "ordinary.py",
+        """
+        import atexit, ctypes, os, pickle, random, sys, threading, time
+        import numpy as np
+        import torch
+
+        class Config: pass
+        rank = os.environ["RANK"]
+        assert sys.modules["__main__"].Config is Config
+        assert type(pickle.loads(pickle.dumps(Config()))) is Config
+
+        def later():
+            time.sleep(0.3)
+            print("thread done")
+        threading.Thread(target=later).start()  # not a daemon: the interpreter waits for it
+        atexit.register(lambda: print("exit handler", len(threading.enumerate())))
+        left_open = open(f"open{rank}.txt", "w")
+        left_open.write(f"{random.random()} {np.random.rand()}")
+        libc = ctypes.CDLL(None)
+        libc.fopen.restype = ctypes.c_void_p
+        libc.fputs(b"from C", ctypes.c_void_p(libc.fopen(f"c{rank}.txt".encode(), b"w")))
+        x = torch.ones(3, requires_grad=True)
+        (x * x).sum().backward()
+        assert x.grad.tolist() == [2.0, 2.0, 2.0] and torch.get_num_threads() == 1
+        print("main done")
+        """,
+    )
+    result = trn("run", "-n", 2, "ordinary.py", cwd=tmp_path)
+    assert result.code == 0, result.stderr
+    for rank in range(2):
+        mine = [line for line in result.stdout.splitlines() if line.startswith(f"[rank{rank}]")]
+        lines = [line.removeprefix(f"[rank{rank}] ") for line in mine]
+        assert lines == ["main done", "thread done", "exit handler 1"]
+        assert (tmp_path / f"c{rank}.txt").read_text() == "from C"
+    numbers = [set((tmp_path / f"open{rank}.txt").read_text().split()) for rank in range(2)]
+    assert len(numbers[0]) == len(numbers[1]) == 2
+    assert not numbers[0] & numbers[1]
+
+
+def test_the_first_failure_is_shown_once_and_ends_the_run(tmp_path: Path) -> None:
+    write(
+        tmp_path / "fail.py",
+        """
+        import os, time
+        if os.environ["RANK"] == "3":
+            time.sleep(0.5)
+            raise ValueError("the learning rate is negative")
+        time.sleep(60)
+        """,
+    )
+    start = time.monotonic()
+    result = trn("run", "-n", 5, "--local-ranks-filter", "0", "--log-dir", "logs", "fail.py", cwd=tmp_path)
+    assert time.monotonic() - start < 20
+    assert result.code == 1
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("trn: rank 3 failed first, after ")
+    assert lines[0].endswith(" s: ValueError: the learning rate is negative")
+    # The traceback of a plain `python fail.py`, without frames of the launcher.
+    assert lines[1:-1] == [
+        "Traceback (most recent call last):",
+        '  File "fail.py", line 5, in <module>',
+        '    raise ValueError("the learning rate is negative")',
+        "ValueError: the learning rate is negative",
+    ]
+    assert lines[-1] == "trn: ranks 0-2, 4: stopped"
+    assert "ValueError: the learning rate is negative\n" in (tmp_path / "logs" / "rank3.log").read_text()
+
+
+def test_the_same_failure_everywhere_is_told_once(tmp_path: Path) -> None:
+    write(
+        tmp_path / "same.py",
+        """
+        import signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1)  # until all are there
+        raise KeyError("tok_embeddings")
+        """,
+    )
+    result = trn("run", "-n", 4, "same.py", cwd=tmp_path)
+    assert result.code == 1
+    assert result.stderr.count("Traceback") == 1
+    assert result.stderr.count("KeyError: 'tok_embeddings'") == 3  # headline, traceback, one line for the others
+    assert "in <module>" in result.stderr
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    write(
+        tmp_path / "leave.py",
+        """
+        import os, sys, time
+        how = sys.argv[1]
+        if os.environ["RANK"] == "1":
+            print("last words", file=sys.stderr)
+            if how == "code":
+                sys.exit(3)
+            if how == "text":
+                sys.exit("no such dataset")
+            os.kill(os.getpid(), 11)
+        time.sleep(60)
+        """,
+    )
+    for how, code, words in [
+        ("code", 3, "exited with code 3"),
+        ("text", 1, "no such dataset"),
+        ("signal", 128 + 11, "was killed by SIGSEGV"),
+    ]:
+        result = trn("run", "-n", 2, "--local-ranks-filter", "0", "leave.py", how, cwd=tmp_path)
+        assert result.code == code, result.stderr
+        assert "trn: rank 1 failed first" in result.stderr
+        assert words in result.stderr
+        assert "last words" in result.stderr, "a hidden rank's error output is shown when it fails"
+        assert "trn: rank 0: stopped" in result.stderr
+
+
+def test_modules_run_and_their_errors_look_like_pythons(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    write(tmp_path / "jobs" / "__init__.py", "")
+    write(tmp_path / "jobs" / "train.py", "import sys; from . import helper; print(sys.argv[1:], helper.__name__)")
+    write(tmp_path / "jobs" / "helper.py", "import sys\nif sys.argv[1:] == ['bad']:\n    raise OSError('no data')")
+    result = trn("run", "-n", 1, "-m", "jobs.train", "--x", cwd=tmp_path)
+    assert (result.code, result.stdout, result.stderr) == (0, "['--x'] jobs.helper\n", "")
+    result = trn("run", "-n", 1, "-m", "jobs.train", "bad", cwd=tmp_path)
+    assert result.code == 1
+    assert "runpy" not in result.stderr
+    assert "rank.py" not in result.stderr
+    assert result.stderr.endswith("OSError: no data\n")
+    result = trn("run", "-n", 1, "-m", "jobs.nothing", cwd=tmp_path)
+    assert result.code == 1
+    assert "No module named jobs.nothing" in result.stderr
+
+
+def test_ctrl_c_reaches_the_ranks_and_the_second_one_kills(tmp_path: Path) -> None:
+    write(
+        tmp_path / "wait.py",
+        """
+        import os, pathlib, signal, sys, time
+        rank = os.environ["RANK"]
+        if sys.argv[1] == "stubborn":
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        pathlib.Path(f"up{rank}").touch()
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("saved", flush=True)
+            raise
+        """,
+    )
+    run = Run("run", "-n", 2, "wait.py", "polite", cwd=tmp_path)
+    for rank in range(2):
+        run.wait_for(tmp_path / f"up{rank}")
+    run.process.send_signal(signal.SIGINT)
+    result = run.result()
+    assert result.code == 130
+    assert sorted(result.stdout.splitlines()) == ["[rank0] saved", "[rank1] saved"]
+    assert "Traceback" not in result.stderr
+    assert "trn: ranks 0-1: KeyboardInterrupt" in result.stderr
+
+    for rank in range(2):
+        (tmp_path / f"up{rank}").unlink()
+    run = Run("run", "-n", 2, "--grace-s", 60, "wait.py", "stubborn", cwd=tmp_path)
+    for rank in range(2):
+        run.wait_for(tmp_path / f"up{rank}")
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert run.process.poll() is None
+    start = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    result = run.result()
+    assert time.monotonic() - start < 10
+    assert result.code == 130
+    assert "trn: ranks 0-1: killed" in result.stderr
+
+
+def test_ctrl_c_while_importing_ends_at_once(tmp_path: Path) -> None:
+    write(tmp_path / "never.py", "raise SystemExit(9)")
+    run = Run("run", "-n", 2, "never.py", cwd=tmp_path)
+    run.pid_of("trn:zygote")
+    run.process.send_signal(signal.SIGINT)
+    assert run.result().code == 130
+
+
+def test_ranks_that_ignore_the_request_are_killed_after_the_grace_period(tmp_path: Path) -> None:
+    write(
+        tmp_path / "stubborn.py",
+        """
+        import os, signal, subprocess, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen(["sleep", "120"], start_new_session=True)  # out of the rank's session
+        if os.fork() == 0:
+            time.sleep(120)
+        time.sleep(1)
+        if os.environ["RANK"] == "0":
+            raise RuntimeError("enough")
+        time.sleep(60)
+        """,
+    )
+    start = time.monotonic()
+    result = trn("run", "-n", 2, "--grace-s", 0.5, "stubborn.py", cwd=tmp_path)
+    assert time.monotonic() - start < 20
+    assert result.code == 1
+    assert "trn: rank 1: killed" in result.stderr
+
+
+def test_a_closed_terminal_ends_the_run(tmp_path: Path) -> None:
+    write(tmp_path / "chatty.py", "while True: print('x' * 1000)")
+    command = f"{sys.executable} -m trn_dist.cli run -n 2 chatty.py | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stdout.endswith("x\n")
+    assert done.stderr == ""
+
+
+def test_refuses_to_fork_beside_a_thread(tmp_path: Path) -> None:
+    write(
+        tmp_path / "background.py",
+        """
+        import threading, time
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        """,
+    )
+    write(tmp_path / "main.py", "print('started')")
+    result = trn("run", "-n", 2, "--preload", "background", "main.py", cwd=tmp_path)
+    assert result.code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: importing background left 1 live thread(s)")
+    assert "torchrun" in result.stderr
+    result = trn("run", "-n", 2, "--preload", "not_there", "main.py", cwd=tmp_path)
+    assert result.code == 1
+    assert "importing not_there failed" in result.stderr
+    assert "ModuleNotFoundError" in result.stderr
+
+
+def test_ranks_keep_the_users_limits_and_descriptors(tmp_path: Path) -> None:
+    """The supervisor needs many descriptors; the ranks must neither see its limit nor each other's pipes."""
+    write(
+        tmp_path / "look.py",
+        """
+        import os, resource
+        print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/proc/self/fd")))
+        """,
+    )
+    command = f"ulimit -Sn 100; exec {sys.executable} -m trn_dist.cli run -n 32 look.py"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    seen = {line.split("] ")[1] for line in done.stdout.splitlines()}
+    assert seen == {"100 5"}, "the three standard streams, the control channel and the folder being listed"
+
+
+def test_nodes_are_simulated(tmp_path: Path) -> None:
+    write(
+        tmp_path / "where.py",
+        """
+        import os
+        names = "RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"
+        print(*(os.environ[name] for name in names))
+        """,
+    )
+    result = trn("run", "-n", 4, "--nodes", 2, "where.py", cwd=tmp_path)
+    assert result.code == 0, result.stderr
+    lines = sorted(line.split("] ")[1] for line in result.stdout.splitlines())
+    assert lines == ["0 0 0 2 2", "1 1 0 2 2", "2 0 1 2 2", "3 1 1 2 2"]
+
+
+def test_sixty_four_ranks_start_and_stop_in_seconds(tmp_path: Path) -> None:
+    write(tmp_path / "hello.py", "import os; print(os.environ['RANK'])")
+    start = time.monotonic()
+    result = trn("run", "-n", 64, "hello.py", cwd=tmp_path)
+    assert result.code == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 64
+    assert time.monotonic() - start < 20, "about 2.5 s on two idle cores; the benchmark has the figure"
