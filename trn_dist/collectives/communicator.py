@@ -1,0 +1,298 @@
+"""What each collective of a group costs on a topology, with its sibling groups at work on the same links.
+
+A group that spans nodes works in stages: inside the nodes, along the lanes that join equal places of an UltraServer's
+nodes, along the lanes over EFA. A stage takes its algorithm's transfers, the siblings' too, to ``pricing.py``. Called
+by whoever creates a process group, by the planner and by ``trn``; its result, a :class:`CostTable` for each operation,
+goes to C++.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from trn_dist.collectives import algorithms
+from trn_dist.collectives.algorithms import Phase, backwards, with_accesses
+from trn_dist.collectives.cost_table import CostTable, Line, build_table
+from trn_dist.collectives.group import Layout, Ranks, sibling_groups
+from trn_dist.collectives.pricing import price
+from trn_dist.hardware import ConfigError, Topology
+
+OPERATIONS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "barrier",
+)
+
+# The phases of one team (the ranks of a node, or a lane), or None where the algorithm cannot be had.
+Plan = Callable[[Ranks], "list[Phase] | None"]
+# What a collective costs from a size on: the lines of which the cheapest counts.
+Segments = list[tuple[int, list[Line]]]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A part of the cluster that is looked at: the group's own teams there, and its siblings' teams."""
+
+    own: list[Ranks]
+    others: list[Ranks]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One level of a collective: ``node``, ``lane``, or ``flat`` for a group without order. A team works on ``part`` of
+    the message."""
+
+    level: str
+    part: float
+    sites: list[Site]
+
+
+class Communicator:
+    """The costs of a group of ranks.
+
+    ``siblings`` are the groups that run the same collective at the same time (with or without the group itself); by
+    default the groups of the mesh dimension that ``ranks`` seems to be one of. ``launch_profile`` is one of the
+    cluster's, by default the one its file names. Raises :class:`ConfigError` for ranks that the cluster does not have,
+    and from :meth:`table` :class:`RouteError` when broken links cut the group in two.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        ranks: Sequence[int],
+        siblings: Iterable[Sequence[int]] | None = None,
+        launch_profile: str = "",
+    ) -> None:
+        cluster = topology.cluster
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ConfigError(f"group {list(ranks)}: must have at least one rank and none twice")
+        for rank in (min(ranks), max(ranks)):
+            cluster.placement(rank)
+        self.topology = topology
+        self.ranks: Ranks = tuple(sorted(ranks))
+        self.launch = cluster.launch_profile(launch_profile)
+        self._layout = Layout.of(self.ranks, cluster)
+        nodes = self._layout.node_teams(cluster)
+        # One node stands for all, unless a link of another has a fault.
+        self._nodes = list(dict.fromkeys([min(nodes), *(node for node in topology.faulty_nodes() if node in nodes)]))
+        self._units = list(dict.fromkeys(node // cluster.nodes_per_unit for node in self._nodes))
+        groups = sibling_groups(self.ranks, cluster.world_size) if siblings is None else siblings
+        self._siblings = [
+            Layout.of(group, cluster)
+            for group in map(sorted, groups)
+            if tuple(group) != self.ranks and any(self._unit_of(rank) in self._units for rank in group)
+        ]
+        self._stages = self._make_stages()
+        self._tables: dict[str, CostTable] = {}
+
+    def table(self, operation: str) -> CostTable:
+        """The cost table of an operation, one of :data:`OPERATIONS`."""
+        if operation not in OPERATIONS:
+            raise ValueError(f"no collective is named {operation!r}; there are {', '.join(OPERATIONS)}")
+        if operation not in self._tables:
+            start = [(0, [Line("", self.launch.launch_overhead_us, 0.0)])]
+            segments = _add(start, self._segments(operation))
+            self._tables[operation] = build_table(operation, len(self.ranks), segments)
+        return self._tables[operation]
+
+    def time_ps(self, operation: str, nbytes: int) -> int:
+        """Picoseconds of an operation on ``nbytes`` (:class:`CostTable` says what counts)."""
+        return self.table(operation).time_ps(nbytes)
+
+    def algorithm(self, operation: str, nbytes: int) -> str:
+        return self.table(operation).algorithm(nbytes)
+
+    # Operations
+
+    def _segments(self, operation: str) -> Segments:
+        if len(self.ranks) == 1:
+            return [(0, [Line("local", 0.0, 0.0)])]
+        if operation in ("all_gather", "reduce_scatter", "all_reduce"):
+            return self._hierarchy(operation)
+        if operation == "broadcast":  # TorchNeuron's process group broadcasts by an all-reduce (accelerate says so)
+            return self._hierarchy("all_reduce")
+        if operation == "barrier":
+            lines = self._hierarchy("all_reduce")[0][1]
+            return [(0, [line._replace(ps_per_byte=0.0) for line in lines])]
+        if operation == "reduce":  # reduce-scatter, then the pieces to the root
+            return _add(self._hierarchy("reduce_scatter"), self._direct(algorithms.to_root))
+        if operation == "all_to_all":
+            return self._direct(lambda team: algorithms.to_all(Layout.of(team, self.topology.cluster), self._units))
+        plans: dict[str, Plan] = {
+            "gather": algorithms.to_root,
+            "scatter": algorithms.from_root,
+            "send": algorithms.to_next,
+        }
+        return self._direct(plans[operation])
+
+    def _hierarchy(self, operation: str) -> Segments:
+        """The stages one after the other; all-reduce is a reduce-scatter up through them and an all-gather down."""
+        segments: Segments = [(0, [Line("", 0.0, 0.0)])]
+        for stage in self._stages:
+            segments = _add(segments, self._stage(stage, operation))
+        if len(self._stages) == 1:
+            return segments
+        return [
+            (start, [line._replace(algorithm=f"hierarchical({line.algorithm})") for line in lines])
+            for start, lines in segments
+        ]
+
+    def _direct(self, plan: Plan) -> Segments:
+        """Every transfer at once, without an algorithm."""
+        site = Site([self.ranks], [sibling.ranks for sibling in self._siblings])
+        return [(0, self._lines(Stage("flat", 1.0, [site]), "direct", [plan]))]
+
+    # Stages
+
+    def _make_stages(self) -> list[Stage]:
+        cluster, layout = self.topology.cluster, self._layout
+        if not layout.symmetric(cluster):
+            return [Stage("flat", 1.0, [Site([self.ranks], [sibling.ranks for sibling in self._siblings])])]
+        stages = []
+        teams = layout.node_teams(cluster)
+        per_node = len(teams[self._nodes[0]])
+        if per_node > 1:
+            beside = [sibling.node_teams(cluster) for sibling in self._siblings]
+            sites = [Site([teams[node]], [other[node] for other in beside if node in other]) for node in self._nodes]
+            stages.append(Stage("node", 1.0, sites))
+        regular = [sibling for sibling in self._siblings if sibling.symmetric(cluster)]
+        nodes_in_unit = len(layout.places[self._units[0]])
+        if nodes_in_unit > 1:
+            sites = [
+                Site(layout.unit_lanes(unit), [lane for sibling in regular for lane in sibling.unit_lanes(unit)])
+                for unit in self._units
+            ]
+            stages.append(Stage("lane", 1 / per_node, sites))
+        if len(layout.places) > 1:
+            lanes = [lane for sibling in regular for lane in sibling.efa_lanes()]
+            stages.append(Stage("lane", 1 / (per_node * nodes_in_unit), [Site(layout.efa_lanes(), lanes)]))
+        return stages
+
+    def _stage(self, stage: Stage, operation: str) -> Segments:
+        """The cost of a stage over the bytes of the whole message."""
+        library = self.topology.cluster.collectives
+        if stage.level == "flat":
+            return [(0, self._lane_lines(stage, "ring", operation))]
+        if stage.level == "lane":
+            names = [name for name in ("ring", "mesh", "rdh") if name in library.algorithms]
+            return [(0, [line for name in names for line in self._lane_lines(stage, name, operation)])]
+        team = stage.sites[0].own[0]
+        mesh_below = library.mesh_below_bytes * len(team) // library.thresholds_at_ranks
+        rdh_below = library.rdh_below_bytes * len(team) // library.thresholds_at_ranks
+        # An algorithm that cannot be had leaves its sizes to the next.
+        segments: Segments = []
+        start = 0
+        for name, end in (("mesh", mesh_below), ("rdh", rdh_below)):
+            lines = self._node_lines(stage, name, operation) if name in library.algorithms and end > start else []
+            if lines:
+                segments.append((start, lines))
+                start = end
+        large = "kangaring" if "kangaring" in library.algorithms and self._whole_chips(team) else "ring"
+        return [*segments, (start, self._node_lines(stage, large, operation))]
+
+    def _whole_chips(self, team: Ranks) -> bool:
+        cores = self.topology.cluster.logical_cores_per_chip
+        return all(len(on_chip) == cores for on_chip in algorithms.chips_of(self.topology, team).values())
+
+    def _node_lines(self, stage: Stage, name: str, operation: str) -> list[Line]:
+        """An algorithm inside a node, in all the ways that the library may lay it."""
+        topology = self.topology
+        if name == "mesh":
+            plans = [_both_ways(lambda team: algorithms.node_mesh(topology, team), operation)]
+            if operation == "all_reduce":
+                plans.append(algorithms.single_step_mesh)
+        elif name == "rdh":
+            plans = [_both_ways(lambda team: algorithms.node_rdh(topology, team), operation)]
+        else:
+            chips = list(algorithms.chips_of(topology, stage.sites[0].own[0]))
+            plans = [
+                self._ring_plan(name, way, operation) for way in range(len(algorithms.ring_orders(topology, chips)))
+            ]
+        return self._lines(stage, name, plans)
+
+    def _ring_plan(self, name: str, way: int, operation: str) -> Plan:
+        topology, library = self.topology, self.topology.cluster.collectives
+
+        def ring(team: Ranks) -> list[Phase]:
+            return algorithms.node_ring(topology, team, way, library.ring_steps_per_rank)
+
+        if name == "ring":
+            return _both_ways(ring, operation)
+
+        def kangaring(team: Ranks) -> list[Phase]:
+            phases = algorithms.kangaring_steps(ring(team))
+            up = with_accesses(backwards(phases), library.kangaring_reduce_accesses)
+            down = with_accesses(phases, library.kangaring_gather_accesses)
+            return {"all_gather": down, "reduce_scatter": up, "all_reduce": up + down}[operation]
+
+        return kangaring
+
+    def _lane_lines(self, stage: Stage, name: str, operation: str) -> list[Line]:
+        ingress = self.topology.cluster.collectives.mesh_ingress_efficiency
+
+        def lane(team: Ranks) -> list[Phase] | None:
+            sites = [i for i, rank in enumerate(team) if stage.level == "flat" or self._unit_of(rank) in self._units]
+            if name == "ring":
+                return algorithms.lane_ring(team, sites)
+            if name == "mesh":
+                return algorithms.lane_mesh(team, sites, ingress, self._unit_of(team[0]) != self._unit_of(team[-1]))
+            return algorithms.lane_rdh(team, sites)
+
+        return self._lines(stage, name, [_both_ways(lane, operation)])
+
+    def _lines(self, stage: Stage, name: str, plans: list[Plan]) -> list[Line]:
+        """A line for each plan that can be had, the dearest of the stage's sites counting."""
+        lines = []
+        for plan in plans:
+            prices = []
+            for site in stage.sites:
+                own = [phases for team in site.own if (phases := plan(team)) is not None]
+                if len(own) < len(site.own):
+                    break
+                others = [phases for team in site.others if len(team) > 1 and (phases := plan(team)) is not None]
+                prices.append(price(self.topology, own, others, self.launch.step_overhead_us))
+            else:
+                dearest = max(prices, key=lambda p: p.ps_per_byte)
+                latency_us = max(p.latency_us for p in prices)
+                lines.append(Line(name, latency_us, dearest.ps_per_byte * stage.part, str(dearest.busiest)))
+        return lines
+
+    def _unit_of(self, rank: int) -> int:
+        return self.topology.node_of(rank) // self.topology.cluster.nodes_per_unit
+
+
+def _both_ways(gather: Plan, operation: str) -> Plan:
+    """The phases of an operation from those of its all-gather."""
+
+    def plan(team: Ranks) -> list[Phase] | None:
+        down = gather(team)
+        if down is None or operation == "all_gather":
+            return down
+        return backwards(down) if operation == "reduce_scatter" else backwards(down) + down
+
+    return plan
+
+
+def _add(first: Segments, second: Segments) -> Segments:
+    """One after the other: from each size on, every line of the first with every line of the second."""
+    starts = sorted({start for start, _ in itertools.chain(first, second)})
+
+    def at(segments: Segments, size: int) -> list[Line]:
+        return [lines for start, lines in segments if start <= size][-1]
+
+    return [(start, [_joined(a, b) for a in at(first, start) for b in at(second, start)]) for start in starts]
+
+
+def _joined(a: Line, b: Line) -> Line:
+    name = "+".join(name for name in (a.algorithm, b.algorithm) if name)
+    bottleneck = a.bottleneck if a.ps_per_byte >= b.ps_per_byte and a.bottleneck else b.bottleneck
+    return Line(name, a.alpha_us + b.alpha_us, a.ps_per_byte + b.ps_per_byte, bottleneck)
