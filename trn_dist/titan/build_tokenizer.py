@@ -1,8 +1,9 @@
 """Builds the tokenizer that the recipes use: ``python -m trn_dist.titan.build_tokenizer [folder]``.
 
 A byte-level BPE of 2,048 tokens, trained on the source files of Python's standard library. 2,048 is the vocabulary of
-TorchTitan's own ``debugmodel`` flavours, so these run as they are. The result is committed under ``assets/tokenizer`` and
-used from there, because the standard library differs between Python versions; the same Python builds the same file.
+TorchTitan's own ``debugmodel`` flavours, so these run as they are. The result is committed under ``assets/tokenizer``
+and used from there, because the standard library differs between Python versions; the same Python builds the same
+file.
 """
 
 import json

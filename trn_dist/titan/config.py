@@ -1,8 +1,8 @@
 """The configuration that a recipe is read into: TorchTitan's ``JobConfig`` and one table of ours, ``[neuron]``.
 
-A recipe names this module in ``job.custom_config_module``; TorchTitan's ``ConfigManager`` then merges the dataclasses below
-into its own, field by field, and importing this module registers the train specs. Annotations must stay real types (no
-``from __future__ import annotations``), because TorchTitan looks at them while merging.
+A recipe names this module in ``job.custom_config_module``; TorchTitan's ``ConfigManager`` then merges the dataclasses
+below into its own, field by field, and importing this module registers the train specs. Annotations must stay real
+types (no ``from __future__ import annotations``), because TorchTitan looks at them while merging.
 """
 
 from dataclasses import dataclass, field
@@ -25,8 +25,9 @@ class Model:
 class Training:
     dataset: str = "python_stdlib"
     """
-    The text: 'python_stdlib' (source files of Python's standard library), 'text', 'jsonl' or 'parquet' (files named by
-    training.dataset_path); these are read in one global order whatever the layout. Any other name is one of TorchTitan's.
+    The text: 'python_stdlib' (source files of Python's standard library), 'text', 'jsonl' or 'parquet' (files named
+    by training.dataset_path); these are read in one global order whatever the layout. Any other name is one of
+    TorchTitan's.
     """
 
 
@@ -50,7 +51,9 @@ class Neuron:
     """Key (jsonl) or column (parquet) that holds the text"""
 
     shuffle_block: int = 1024
-    """Number of successive samples that are shuffled among themselves; 0 reads the text in order. Same on every layout"""
+    """Number of successive samples that are shuffled among themselves; 0 reads the text in order. Same on every
+    layout
+    """
 
     progress: Literal["auto", "bar", "lines"] = "auto"
     """What `trn train` shows: a bar below the lines, lines only, or a bar if the output is a terminal"""

@@ -1,8 +1,9 @@
-"""The text that a recipe trains on: ordered documents from Python's standard library, text, JSON Lines or Parquet files.
+"""The text that a recipe trains on: ordered documents from Python's standard library, text, JSON Lines or Parquet
+files.
 
-A corpus knows its files in a fixed order and yields documents (str) one after the other, the same on every rank. Recipes
-name one with TorchTitan's own keys ``training.dataset`` (a name in ``CORPORA``) and ``training.dataset_path``. Read by the
-data loader and by the tokenizer's build script. Imports no torch.
+A corpus knows its files in a fixed order and yields documents (str) one after the other, the same on every rank.
+Recipes name one with TorchTitan's own keys ``training.dataset`` (a name in ``CORPORA``) and
+``training.dataset_path``. Read by the data loader and by the tokenizer's build script. Imports no torch.
 """
 
 import dataclasses
@@ -140,7 +141,9 @@ def python_standard_library() -> Corpus:
 
 
 class Location(NamedTuple):
-    """What ``training.dataset_path`` names: the absolute path or pattern, the folder of the files, the files in order."""
+    """What ``training.dataset_path`` names: the absolute path or pattern, the folder of the files, the files in
+    order.
+    """
 
     path: Path
     root: Path

@@ -1,19 +1,19 @@
 """The data loader of the recipes: the same samples in the same order, whatever the layout.
 
-TorchTitan's own loader gives each data-parallel rank another part of the data set, so a run on 8 ranks and a run on 4 see
-other batches and their losses cannot be compared. This one reads a single stream of samples and deals it out.
+TorchTitan's own loader gives each data-parallel rank another part of the data set, so a run on 8 ranks and a run on 4
+see other batches and their losses cannot be compared. This one reads a single stream of samples and deals it out.
 
 [Note: Global order]
 
-Text is tokenised document by document and cut into samples of ``seq_len + 1`` tokens, which
-are shuffled within fixed blocks (``neuron.shuffle_block``); sample g is the same everywhere.
-With D data-parallel ranks and L samples a rank and microbatch (``training.local_batch_size``), microbatch n of the run
-takes the next D x L samples, and rank r takes samples [(n D + r) L, (n D + r + 1) L) of them. So
+Text is tokenised document by document and cut into samples of ``seq_len + 1`` tokens, which are shuffled within fixed
+blocks (``neuron.shuffle_block``); sample g is the same everywhere. With D data-parallel ranks and L samples a rank
+and microbatch (``training.local_batch_size``), microbatch n of the run takes the next D x L samples, and rank r takes
+samples [(n D + r) L, (n D + r + 1) L) of them. So
 
 * the union over ranks and accumulation steps of one optimizer step is always the next ``training.global_batch_size``
   samples, for every D, L and number of accumulation steps;
-* with equal L, the k-th block of L samples is one microbatch in every layout: 1 rank x 8 accumulation steps, 2 x 4, 4 x 2
-  and 8 x 1 run the same forward passes, and differ only in the order in which gradients are summed;
+* with equal L, the k-th block of L samples is one microbatch in every layout: 1 rank with 8 accumulation steps, 2 with
+  4, 4 with 2 and 8 with 1 run the same forward passes, and differ only in the order in which gradients are summed;
 * ranks that differ only in tensor, context or pipeline position get the same samples, as TorchTitan asks by (dp_rank,
   dp_world_size) alone;
 * the whole state is the number of samples dealt out so far, equal on all ranks, so a checkpoint resumes with any D.
@@ -40,8 +40,8 @@ class PackedSamples:
     """The endless stream of samples: documents tokenised (begin and end marked), joined and cut into equal pieces.
 
     No token is dropped: a sample may begin in the middle of a document, and the corpus starts again at its end. Each
-    ``shuffle_block`` successive samples (0 or 1: none) come in an order drawn from the block's number, so that a batch holds
-    pieces of many documents instead of one document's run of pieces.
+    ``shuffle_block`` successive samples (0 or 1: none) come in an order drawn from the block's number, so that a
+    batch holds pieces of many documents instead of one document's run of pieces.
     """
 
     def __init__(self, corpus: Corpus, tokenizer: BaseTokenizer, seq_len: int, shuffle_block: int = 0) -> None:
@@ -83,8 +83,8 @@ class PackedSamples:
 class GlobalOrderDataLoader(BaseDataLoader):
     """Deals the stream of samples out to data-parallel ranks; see [Note: Global order] at the top of this file.
 
-    Iterating yields, for each microbatch, what TorchTitan's trainer expects: ``({"input": tokens}, labels)``, both int64 of
-    shape (local_batch_size, seq_len) on the CPU, labels one token ahead of the input.
+    Iterating yields, for each microbatch, what TorchTitan's trainer expects: ``({"input": tokens}, labels)``, both
+    int64 of shape (local_batch_size, seq_len) on the CPU, labels one token ahead of the input.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class GlobalOrderDataLoader(BaseDataLoader):
         """Continues after the samples that the checkpoint's run has seen, on any number of data-parallel ranks.
 
         Raises:
-            ValueError: the checkpoint's run read another text or another sequence length, so its position means nothing.
+            ValueError: the checkpoint's run read another text or another sequence length, so its position means
+            nothing.
         """
         if not state_dict:
             return
@@ -143,7 +144,9 @@ class GlobalOrderDataLoader(BaseDataLoader):
         ):
             if state_dict[key] != own[key]:
                 raise ValueError(
-                    f"the checkpoint's position in the data cannot be used: its {what} is {state_dict[key]!r}, this run's "
-                    f"is {own[key]!r}; restore both, or start the data anew with --checkpoint.exclude_from_loading dataloader"
+                    f"the checkpoint's position in the data cannot be used: its {what} is {state_dict[key]!r}, this "
+                    "run's "
+                    f"is {own[key]!r}; restore both, or start the data anew with --checkpoint.exclude_from_loading "
+                    "dataloader"
                 )
         self.samples_dealt = state_dict["samples_dealt"]

@@ -1,8 +1,8 @@
 """Order of tokens for grouped expert matmuls, on any device; stands in for ``torchtitan.models.moe.kernels``.
 
-TorchTitan computes this order with a Triton kernel, which needs a GPU. The functions here have the same names, arguments
-and results, in plain tensor operators. :mod:`trn_dist.titan.upstream_patches` puts this file in that module's place; it is
-called by TorchTitan's ``models/moe/utils.py``.
+TorchTitan computes this order with a Triton kernel, which needs a GPU. The functions here have the same names,
+arguments and results, in plain tensor operators. :mod:`trn_dist.titan.upstream_patches` puts this file in that
+module's place; it is called by TorchTitan's ``models/moe/utils.py``.
 """
 
 import torch

@@ -1,9 +1,10 @@
 """Metrics of a run, in files: what each rank writes, and how the ranks' lines become one line a step.
 
-A rank appends one JSON object a step to ``<job.dump_folder>/metrics/rank-NNNNN.jsonl``, through the hook that TorchTitan's
-train spec has for this (:func:`build_rank_metrics_processor`), so figures come as the floats that the trainer has, in full
-precision, and no collective is added. Whoever started the ranks joins the files with :class:`StepMerger`: ``trn train``
-while the run goes on, tests and tools afterwards. The second half of this file imports no torch.
+A rank appends one JSON object a step to ``<job.dump_folder>/metrics/rank-NNNNN.jsonl``, through the hook that
+TorchTitan's train spec has for this (:func:`build_rank_metrics_processor`), so figures come as the floats that the
+trainer has, in full precision, and no collective is added. Whoever started the ranks joins the files with
+:class:`StepMerger`: ``trn train`` while the run goes on, tests and tools afterwards. The second half of this file
+imports no torch.
 """
 
 import json
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 METRICS_FOLDER = "metrics"
 
@@ -26,10 +27,10 @@ def build_rank_metrics_processor(
 ) -> Any:
     """TorchTitan's metrics processor, which also appends each logged step to this rank's file.
 
-    Called by TorchTitan's trainer on every rank. A rank's line holds: ``step``; ``loss`` (mean over data-parallel ranks) and
-    ``max_loss``, null on a pipeline rank without the last stage; ``grad_norm`` (before clipping); ``lr``;
-    ``step_time_s`` (host time since the last line); ``hbm_active_peak_bytes``, ``hbm_reserved_peak_bytes`` (since the last
-    line).
+    Called by TorchTitan's trainer on every rank. A rank's line holds: ``step``; ``loss`` (mean over data-parallel
+    ranks) and ``max_loss``, null on a pipeline rank without the last stage; ``grad_norm`` (before clipping); ``lr``;
+    ``step_time_s`` (host time since the last line); ``hbm_active_peak_bytes``, ``hbm_reserved_peak_bytes`` (since the
+    last line).
     """
     import torch
     from torchtitan.components.metrics import MetricsProcessor
@@ -39,10 +40,8 @@ def build_rank_metrics_processor(
         def __init__(self) -> None:
             super().__init__(job_config, parallel_dims, tag)
             self.rank = torch.distributed.get_rank()
-            path = rank_metrics_file(Path(job_config.job.dump_folder), self.rank)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # A new run in an old folder starts its files anew; a resumed one continues them.
-            self.lines = path.open("a" if job_config.checkpoint.enable else "w", encoding="utf-8")
+            self.path = rank_metrics_file(Path(job_config.job.dump_folder), self.rank)
+            self.lines: TextIO | None = None
 
         def log(
             self,
@@ -65,16 +64,40 @@ def build_rank_metrics_processor(
                 "hbm_active_peak_bytes": memory["active_bytes.all.peak"],
                 "hbm_reserved_peak_bytes": memory["reserved_bytes.all.peak"],
             }
+            if self.lines is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                keep_steps_before(self.path, step)
+                self.lines = self.path.open("a", encoding="utf-8")
             # One write a line, so that a reader never sees half of one and a killed rank leaves whole lines.
             self.lines.write(json.dumps(line) + "\n")
             self.lines.flush()
             super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
 
         def close(self) -> None:
-            self.lines.close()
+            if self.lines is not None:
+                self.lines.close()
             super().close()
 
     return RankMetricsProcessor()
+
+
+def keep_steps_before(file: Path, step: int) -> None:
+    """Cuts a metrics file of an earlier run back to the steps before ``step``: nothing for a new run, and for a
+    resumed one what the checkpoint had seen. A last line that was cut off by the end of its process goes too.
+    """
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            before = json.loads(line)["step"] < step
+        except (json.JSONDecodeError, KeyError):
+            continue
+        if before:
+            kept.append(line + "\n")
+    part = file.with_suffix(".part")
+    part.write_text("".join(kept), encoding="utf-8")
+    part.replace(file)
 
 
 @dataclass(frozen=True)

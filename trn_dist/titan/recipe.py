@@ -1,8 +1,8 @@
 """Recipes: a TOML file in TorchTitan's own sections plus the table ``[neuron]``, read, checked and resolved.
 
-Everything that can be said about a recipe before ranks are started is said here, all mistakes at once, each with file,
-line, key, value and what would be right. TorchTitan's dataclasses decide which keys exist and which values they take; the
-rules on sizes and degrees are those that TorchTitan or PyTorch would raise later, on every rank. Called by
+Everything that can be said about a recipe before ranks are started is said here, all mistakes at once, each with
+file, line, key, value and what would be right. TorchTitan's dataclasses decide which keys exist and which values they
+take; the rules on sizes and degrees are those that TorchTitan or PyTorch would raise later, on every rank. Called by
 :mod:`trn_dist.titan.train`; starts nothing and writes nothing but what :func:`to_toml` returns.
 """
 
@@ -377,7 +377,8 @@ def _parse_overrides(overrides: list[str], config_class: type) -> tuple[list[tup
 
 def _parse_text(annotation: Any, text: str) -> Any:
     """A word of the command line as the type that its key has; the text itself if it is none of them."""
-    for alternative in _alternatives(annotation):
+    # Whole numbers before others: a key that takes both keeps 1 as 1.
+    for alternative in sorted(_alternatives(annotation), key=lambda alternative: alternative is float):
         if alternative in (None, types.NoneType) and text == "None":
             return None
         if alternative is bool and text.lower() in ("true", "false"):
@@ -432,7 +433,20 @@ class _Check:
         return Recipe(self.source.path, self.config, layout, global_batch_size, accumulation_steps)
 
     def positive(self) -> None:
-        keys = ["training.steps", "training.local_batch_size", "training.seq_len", "metrics.log_freq", "neuron.ranks", "parallelism.data_parallel_replicate_degree", "parallelism.context_parallel_degree", "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree", "parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree", "parallelism.pipeline_parallel_microbatch_size"]
+        keys = [
+            "training.steps",
+            "training.local_batch_size",
+            "training.seq_len",
+            "metrics.log_freq",
+            "neuron.ranks",
+            "parallelism.data_parallel_replicate_degree",
+            "parallelism.context_parallel_degree",
+            "parallelism.tensor_parallel_degree",
+            "parallelism.pipeline_parallel_degree",
+            "parallelism.expert_parallel_degree",
+            "parallelism.expert_tensor_parallel_degree",
+            "parallelism.pipeline_parallel_microbatch_size",
+        ]
         for key in keys:
             section, name = key.split(".")
             if getattr(getattr(self.config, section), name) < 1:
@@ -471,7 +485,8 @@ class _Check:
             named = " x ".join(f"{n} {d}" for n, d in {**fixed, "data_parallel_shard_degree": shard}.items() if d > 1)
             self.problem(
                 "neuron.ranks",
-                f"the degrees in [parallelism] give {product * shard} ranks ({named or 'all degrees 1'}); set neuron.ranks "
+                f"the degrees in [parallelism] give {product * shard} ranks ({named or 'all degrees 1'}); set "
+                "neuron.ranks "
                 f"to {product * shard}, change a degree, or let data_parallel_shard_degree = -1 take the rest",
             )
         layout = Layout(
@@ -501,7 +516,8 @@ class _Check:
                 self.problem(
                     "parallelism.expert_parallel_degree",
                     f"experts are spread over data_parallel_shard_degree {layout.dp_shard} x context_parallel_degree "
-                    f"{layout.cp} x tensor_parallel_degree {layout.tp} = {layout.dp_shard * layout.cp * layout.tp} ranks, "
+                    f"{layout.cp} x tensor_parallel_degree {layout.tp} = {layout.dp_shard * layout.cp * layout.tp} "
+                    "ranks, "
                     f"which {layout.ep} x expert_tensor_parallel_degree {etp} does not divide",
                 )
         return layout
@@ -516,7 +532,8 @@ class _Check:
             if training.global_batch_size % one_round:
                 self.problem(
                     "training.global_batch_size",
-                    f"not a multiple of local_batch_size {training.local_batch_size} x {layout.dp} data-parallel ranks = "
+                    f"not a multiple of local_batch_size {training.local_batch_size} x {layout.dp} data-parallel "
+                    "ranks = "
                     f"{one_round}",
                 )
         microbatch = self.config.parallelism.pipeline_parallel_microbatch_size
@@ -582,7 +599,8 @@ class _Check:
         if layers and layout.pp > layers + 2:
             self.problem(
                 "parallelism.pipeline_parallel_degree",
-                f"{self.config.model.name} {self.config.model.flavor} has {layers} layers, too few for {layout.pp} stages",
+                f"{self.config.model.name} {self.config.model.flavor} has {layers} layers, too few for {layout.pp} "
+                "stages",
             )
 
     def data(self, model_args: Any) -> None:

@@ -1,9 +1,11 @@
-"""TorchTitan's own models, trained on our data and with our metrics: train specs registered under the models' own names.
+"""TorchTitan's own models, trained on our data and with our metrics: train specs registered under the models' own
+names.
 
-Importing this module registers, for every language model of TorchTitan, its own train spec with two fields replaced: the
-data loader (only for the texts in ``corpus.CORPORA``; any other ``training.dataset`` still goes to TorchTitan's loader) and
-the metrics processor. It is imported by :mod:`trn_dist.titan.config`, so a recipe's ``job.custom_config_module`` brings it
-into an unmodified ``torchtitan.train``. A package with a model of its own wraps its spec with :func:`with_own_data`.
+Importing this module registers, for every language model of TorchTitan, its own train spec with two fields replaced:
+the data loader (only for the texts in ``corpus.CORPORA``; any other ``training.dataset`` still goes to TorchTitan's
+loader) and the metrics processor. It is imported by :mod:`trn_dist.titan.config`, so a recipe's
+``job.custom_config_module`` brings it into an unmodified ``torchtitan.train``. A package with a model of its own
+wraps its spec with :func:`with_own_data`.
 """
 
 import dataclasses
@@ -30,8 +32,10 @@ def check_vocabulary(tokenizer: BaseTokenizer, model_args: Any, job_config: Any)
     tokens = tokenizer.get_vocab_size()
     if tokens > model_args.vocab_size:
         raise CorpusError(
-            f"the tokenizer in model.hf_assets_path = {job_config.model.hf_assets_path!r} has {tokens} tokens, the model "
-            f"{job_config.model.name} {job_config.model.flavor} only {model_args.vocab_size}; take a larger flavor or a "
+            f"the tokenizer in model.hf_assets_path = {job_config.model.hf_assets_path!r} has {tokens} tokens, the "
+            "model "
+            f"{job_config.model.name} {job_config.model.flavor} only {model_args.vocab_size}; take a larger flavor or "
+            "a "
             "smaller tokenizer"
         )
 

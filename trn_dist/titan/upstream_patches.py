@@ -1,20 +1,21 @@
 """What TorchTitan assumes about CUDA, corrected for the device ``neuron``. All of it, and only here.
 
 ``install_import_hook`` is called by the device's autoload during ``import torch``. It only puts a finder on
-``sys.meta_path``: nothing of TorchTitan or torch is imported here, and a correction is applied at the moment TorchTitan's
-own module is imported, so a plain ``torchrun -m torchtitan.train`` gets it as well. Where CUDA is available TorchTitan
-would train on CUDA, and nothing is touched.
+``sys.meta_path``: nothing of TorchTitan or torch is imported here, and a correction is applied at the moment
+TorchTitan's own module is imported, so a plain ``torchrun -m torchtitan.train`` gets it as well. Where CUDA is
+available TorchTitan would train on CUDA, and nothing is touched.
 
-Corrections (file and lines of TorchTitan 0.2.1):
+Corrections (files and lines of TorchTitan 0.2.1):
 
-=====================================  ==================================================================================
-``models/moe/kernels.py:8``            ``import triton`` at import of torchtitan itself; CPU builds of torch have none, and
-                                       the kernel would need a GPU. Replaced by :mod:`trn_dist.titan.expert_permutation`.
-``tools/utils.py:70`` get_peak_flops   a table of GPU names; anything else counts as an A100, so MFU would be wrong.
-``tools/profiling.py:67-78``           passes ``None`` as profiler activity when there is neither CUDA nor XPU, which
-                                       ``torch.profiler`` refuses. Fixed upstream in 0.3.0.
-``tools/profiling.py:103,130``         memory snapshots are asked of ``torch.cuda.memory``.
-=====================================  ==================================================================================
+* ``models/moe/kernels.py:8``: ``import triton``, reached by importing torchtitan itself. CPU builds of torch have
+  none, and its kernel would need a GPU. The module is replaced by :mod:`trn_dist.titan.expert_permutation`.
+* ``tools/utils.py:68``, ``get_peak_flops``: a table of GPU names; anything else counts as an A100, so MFU would be
+  wrong.
+* ``tools/profiling.py:73``: ``None`` is passed as profiler activity when there is neither CUDA nor XPU, which
+  ``torch.profiler`` refuses. Fixed upstream in 0.3.0.
+* ``tools/profiling.py:107,134``: memory snapshots are asked of ``torch.cuda.memory``. Fixed upstream in 0.2.2.
+* ``config/manager.py:47``, ``parse_args``: its default ``sys.argv[1:]`` is taken when the module is imported, so
+  ranks forked from a process that imported it would read that process's arguments.
 """
 
 import importlib.abc
@@ -57,17 +58,16 @@ class _Overlay(ModuleType):
         return getattr(self.__dict__["_base"], name)
 
 
-def _correct_peak_flops(utils: ModuleType) -> None:
+def _correct_peak_flops(utils: Any) -> None:
+    """``tools/utils.py``: the peak of this device, by its name."""
     upstream = utils.get_peak_flops
 
     def get_peak_flops(device_name: str) -> float:
-        import torch
+        from trn_dist import neuron
 
         if utils.device_type != "neuron":
             return upstream(device_name)
-        name = torch.neuron.get_device_properties().name
-        # The device's properties may give the name as a method, as TorchTitan 0.3 reads it.
-        name = name() if callable(name) else name
+        name = neuron.get_device_properties().name
         if name not in PEAK_FLOPS:
             raise ValueError(f"peak FLOP/s are not known for the device {name!r}; known: {', '.join(PEAK_FLOPS)}")
         return PEAK_FLOPS[name]
@@ -75,7 +75,9 @@ def _correct_peak_flops(utils: ModuleType) -> None:
     utils.get_peak_flops = get_peak_flops
 
 
-def _correct_profiling(profiling: ModuleType) -> None:
+def _correct_profiling(profiling: Any) -> None:
+    """``tools/profiling.py``: its global ``torch`` becomes a view with our profiler activity and our memory "
+    "snapshots."""
     import torch
 
     def profile(*args: Any, activities: Sequence[Any] | None = None, **kwargs: Any) -> Any:
@@ -85,9 +87,10 @@ def _correct_profiling(profiling: ModuleType) -> None:
         return torch.profiler.profile(*args, activities=activities, **kwargs)
 
     class _Memory(ModuleType):
-        # Looked up late: torch.neuron.memory is complete only after torch's own import has ended.
         def __getattr__(self, name: str) -> Any:
-            return getattr(torch.neuron.memory, name)
+            from trn_dist import neuron
+
+            return getattr(neuron.memory, name)
 
     profiling.torch = _Overlay(
         torch,
@@ -96,7 +99,18 @@ def _correct_profiling(profiling: ModuleType) -> None:
     )
 
 
-_CORRECTIONS: dict[str, Callable[[ModuleType], None]] = {
+def _correct_arguments(manager: Any) -> None:
+    """``config/manager.py``: the arguments of the process that calls, not of the one that imported."""
+    upstream = manager.ConfigManager.parse_args
+
+    def parse_args(self: Any, args: list[str] | None = None) -> Any:
+        return upstream(self, sys.argv[1:] if args is None else args)
+
+    manager.ConfigManager.parse_args = parse_args
+
+
+_CORRECTIONS: dict[str, Callable[[Any], None]] = {
+    "torchtitan.config.manager": _correct_arguments,
     "torchtitan.tools.utils": _correct_peak_flops,
     "torchtitan.tools.profiling": _correct_profiling,
 }
@@ -106,7 +120,7 @@ _REPLACEMENTS: dict[str, str] = {
 
 
 class _CorrectingLoader(importlib.abc.Loader):
-    def __init__(self, upstream: importlib.abc.Loader, correct: Callable[[ModuleType], None]) -> None:
+    def __init__(self, upstream: importlib.abc.Loader, correct: Callable[[Any], None]) -> None:
         self.upstream = upstream
         self.correct = correct
 

@@ -1,0 +1,223 @@
+"""``trn train``: a recipe trained by TorchTitan's own trainer on simulated ranks, with a run folder and a summary.
+
+The road: the recipe is checked and resolved (:mod:`trn_dist.titan.recipe`), written to the run folder, and every rank
+runs ``python -m torchtitan.train --job.config_file <run folder>/recipe.toml`` under the launcher, unchanged. Figures
+come back through the ranks' metrics files (:mod:`trn_dist.titan.metrics`, :mod:`trn_dist.titan.progress`). Called by
+:mod:`trn_dist.cli.train`.
+
+A run folder holds
+
+==================  ==================================================================================================
+``recipe.toml``     the resolved recipe: every key, paths absolute; runs again with ``trn train`` or plain torchrun
+``run.json``        what ran: versions, layout, fingerprint of the text, host; at the end the exit code and the losses
+``metrics.jsonl``   one JSON object a step, see :class:`trn_dist.titan.metrics.Step`
+``metrics/``        the same before the ranks were joined, one file a rank
+``logs/``           everything a rank printed, one file a rank
+==================  ==================================================================================================
+
+beside what TorchTitan writes to ``job.dump_folder`` (checkpoints, TensorBoard, traces).
+"""
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from trn_dist.titan.metrics import METRICS_FOLDER, Step
+from trn_dist.titan.progress import RunProgress, show_bytes, show_duration
+from trn_dist.titan.recipe import Recipe, RecipeError, resolve, to_toml
+
+RUNS_FOLDER = Path("runs")
+
+# Imported once, before the ranks are forked. Not torchtitan.train itself: each rank runs that as its main program.
+_PRELOAD = (
+    "trn_dist.titan.config",
+    "torchtitan.components.checkpoint",
+    "torchtitan.components.ft",
+    "torchtitan.tools.profiling",
+)
+
+
+def run(recipe: Path, overrides: list[str], run_dir: Path | None = None, show_rank: int | None = None) -> int:
+    """Trains a recipe and shows it on the terminal.
+
+    Args:
+        recipe: the TOML file.
+        overrides: in TorchTitan's syntax, ``--training.steps 10``.
+        run_dir: the run folder; default ``runs/<recipe>-<time>``. A folder that holds a run is refused, unless
+            checkpoints are enabled, which then resume it.
+        show_rank: also show what this rank prints, TorchTitan's own log lines; they are in ``logs/`` in any case.
+
+    Returns:
+        0 when all ranks ended with 0; 2 for a wrong recipe; 1 when the ranks' figures contradict each other; else the
+        launcher's exit code.
+    """
+    from trn_dist.launcher import LaunchError, LaunchPlan, Program, launch
+    from trn_dist.launcher.plan import CORES_PER_NODE
+
+    try:
+        resolved = resolve(recipe, overrides)
+        folder = _run_folder(resolved, run_dir)
+    except RecipeError as error:
+        for problem in error.problems:
+            print(f"trn train: {problem}", file=sys.stderr)
+        return 2
+    facts = _prepare(resolved, folder)
+    _announce(resolved, folder)
+    plan = LaunchPlan(
+        program=Program("torchtitan.train", ("--job.config_file", str(folder / "recipe.toml")), is_module=True),
+        world_size=resolved.ranks,
+        nodes=_nodes(resolved.ranks, CORES_PER_NODE),
+        preload=_PRELOAD,
+        shown_local_ranks=frozenset() if show_rank is None else frozenset({show_rank}),
+        log_dir=folder / "logs",
+    )
+    settings = resolved.config.neuron
+    bar = None if settings.progress == "auto" else settings.progress == "bar"
+    progress = RunProgress(folder, resolved.ranks, resolved.tokens_per_step, resolved.config.training.steps, bar)
+    progress.start()
+    exit_code = 1
+    try:
+        exit_code = launch(plan)
+    except LaunchError as error:
+        print(f"trn train: {error}", file=sys.stderr)
+    finally:
+        seconds = progress.finish()
+        if progress.error is not None:
+            print(f"trn train: the ranks contradict each other: {progress.error}", file=sys.stderr)
+            exit_code = exit_code or 1
+        _conclude(facts, folder, progress, exit_code, seconds)
+    _summarise(resolved, folder, progress, exit_code, seconds)
+    return exit_code
+
+
+def _nodes(ranks: int, cores_per_node: int) -> int:
+    """The smallest number of nodes that the ranks divide evenly over."""
+    return next(nodes for nodes in range(-(-ranks // cores_per_node), ranks + 1) if ranks % nodes == 0)
+
+
+def _run_folder(recipe: Recipe, run_dir: Path | None) -> Path:
+    """Makes the run folder."""
+    if run_dir is None:
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        run_dir = RUNS_FOLDER / f"{recipe.name}-{now}"
+        number = 2
+        while run_dir.exists():
+            run_dir = RUNS_FOLDER / f"{recipe.name}-{now}-{number}"
+            number += 1
+    elif (run_dir / "metrics.jsonl").exists() and not recipe.config.checkpoint.enable:
+        raise RecipeError(
+            [
+                f"--run-dir {run_dir}: holds a run already; name another folder, or resume that run from its "
+                "checkpoints "
+                "with --checkpoint.enable"
+            ]
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError([f"--run-dir {run_dir}: {error.strerror}"]) from error
+    # The metrics of an earlier run stand in metrics.jsonl, joined; its ranks' files would be taken for this run's.
+    shutil.rmtree(run_dir / METRICS_FOLDER, ignore_errors=True)
+    return run_dir.resolve()
+
+
+def _prepare(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Writes the resolved recipe and what is known of the run before it starts; returns the latter."""
+    import torch
+
+    from trn_dist.titan.corpus import CORPORA, open_corpus
+
+    config = recipe.config
+    config.job.dump_folder = str(folder)
+    config.job.config_file = None
+    config.metrics.disable_color_printing = True  # what TorchTitan prints goes to files
+    head = f"# Resolved from {recipe.path.resolve()}\n\n"
+    (folder / "recipe.toml").write_text(head + to_toml(config), encoding="utf-8")
+    tokenizer = Path(config.model.hf_assets_path) / "tokenizer.json"
+    facts: dict[str, Any] = {
+        "recipe": str(recipe.path.resolve()),
+        "model": f"{config.model.name} {config.model.flavor}",
+        "layout": str(recipe.layout),
+        "ranks": recipe.ranks,
+        "global_batch_size": recipe.global_batch_size,
+        "accumulation_steps": recipe.accumulation_steps,
+        "tokens_per_step": recipe.tokens_per_step,
+        "text": {"dataset": config.training.dataset},
+        "tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else None,
+        "versions": {
+            "python": platform.python_version(),
+            **{package: importlib.metadata.version(package) for package in ("torch", "torchtitan")},
+        },
+        # Bits of the numbers depend on these two.
+        "threads_per_rank": int(os.environ.get("OMP_NUM_THREADS", "1")),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "host_cores": os.cpu_count(),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    if config.training.dataset in CORPORA:
+        corpus = open_corpus(config.training.dataset, config.training.dataset_path, config.neuron.text_field)
+        facts["text"] |= {"files": len(corpus.files), "fingerprint": corpus.fingerprint()}
+    _write_json(folder / "run.json", facts)
+    return facts
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    part.replace(file)
+
+
+def _announce(recipe: Recipe, folder: Path) -> None:
+    config = recipe.config
+    accumulation = f", {recipe.accumulation_steps} accumulation steps" if recipe.accumulation_steps > 1 else ""
+    print(
+        f"{config.model.name} {config.model.flavor} on {recipe.ranks} simulated NeuronCores: {recipe.layout}\n"
+        f"{config.training.steps} steps of {recipe.global_batch_size} x {config.training.seq_len} "
+        f"tokens{accumulation}, "
+        f"text: {config.training.dataset}\n"
+        f"run folder: {_shown_path(folder)}",
+        flush=True,
+    )
+
+
+def _shown_path(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _conclude(facts: dict[str, Any], folder: Path, progress: RunProgress, exit_code: int, seconds: float) -> None:
+    def loss(step: Step | None) -> dict[str, float] | None:
+        return None if step is None else {"step": step.step, "loss": step.loss}
+
+    facts |= {
+        "exit_code": exit_code,
+        "duration_s": round(seconds, 3),
+        "first": loss(progress.first),
+        "last": loss(progress.last),
+    }
+    _write_json(folder / "run.json", facts)
+
+
+def _summarise(recipe: Recipe, folder: Path, progress: RunProgress, exit_code: int, seconds: float) -> None:
+    first, last = progress.first, progress.last
+    steps = recipe.config.training.steps
+    if first is None or last is None:
+        result = "no step was completed"
+    elif last.step == first.step:
+        result = f"loss {last.loss:.4f} in step {last.step}"
+    else:
+        result = f"loss {first.loss:.4f} -> {last.loss:.4f} from step {first.step} to {last.step}"
+        peak = max(first.hbm_peak_bytes, last.hbm_peak_bytes)
+        result += f", HBM peak {show_bytes(peak)}"
+    if exit_code == 0:
+        ended = f"done in {show_duration(seconds)}"
+    else:
+        reached = last.step if last is not None else 0
+        ended = f"ended early (exit code {exit_code}) after {show_duration(seconds)}, step {reached} of {steps}"
+    print(f"{ended}: {result}\nrun folder: {_shown_path(folder)}", flush=True)
