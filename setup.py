@@ -1,10 +1,13 @@
-"""Build of the one C++ extension, trn_dist._C. Everything else stands in pyproject.toml."""
+"""Build of the one C++ extension, trn_dist._C, and of the data folders. Everything else stands in pyproject.toml."""
 
+import os
 import pathlib
 import shutil
 import sys
+import sysconfig
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 REQUIRED_TORCH = "2.13.0"
 
@@ -17,23 +20,64 @@ except ImportError:
     )
 if torch.__version__.split("+")[0] != REQUIRED_TORCH:
     sys.exit(
-        f"trn_dist: building needs torch {REQUIRED_TORCH}, found {torch.__version__}: pip install torch=={REQUIRED_TORCH}"
+        f"trn_dist: building needs torch {REQUIRED_TORCH}, found {torch.__version__}: "
+        f"pip install torch=={REQUIRED_TORCH}"
     )
-if shutil.which("c++") is None and shutil.which("g++") is None:
-    sys.exit("trn_dist: building needs a C++17 compiler, and neither c++ nor g++ is on PATH: install g++ 11 or newer")
+if "CXX" not in os.environ and shutil.which("c++") is None and shutil.which("g++") is None:
+    sys.exit("trn_dist: building needs a C++20 compiler, and neither c++ nor g++ is on PATH: install g++ 11 or newer")
+python_header = pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h"
+if not python_header.exists():
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    sys.exit(f"trn_dist: building needs the headers of Python, {python_header} is missing: install python{version}-dev")
 
 root = pathlib.Path(__file__).parent
-sources = sorted(str(path.relative_to(root)) for path in (root / "trn_dist" / "csrc").rglob("*.cpp"))
+csrc = root / "trn_dist" / "csrc"
+
+
+def relative_paths(pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in csrc.rglob(pattern))
+
+
+class BuildWithData(build_py):
+    """Puts configs/ and recipes/ into the wheel, inside the package; trn_dist.shipped finds them there."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for name in ("configs", "recipes"):
+            for source in sorted((root / name).rglob("*.toml")):
+                target = pathlib.Path(self.build_lib, "trn_dist", source.relative_to(root))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self.copy_file(str(source), str(target))
+
+
+class BuildIncrementally(BuildExtension):
+    """Keeps the objects in build/, whichever command builds, so that only what changed is compiled again."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.build_temp = str(root / "build" / f"objects-{sys.implementation.cache_tag}")
+
 
 setup(
     ext_modules=[
         CppExtension(
             "trn_dist._C",
-            sources,
-            include_dirs=[str(root / "trn_dist" / "csrc")],
-            # No contraction: a fused multiply-add in place of two roundings would make bits depend on the CPU.
-            extra_compile_args=["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas"],
+            relative_paths("*.cpp"),
+            depends=relative_paths("*.h"),
+            include_dirs=[str(csrc)],
+            extra_compile_args=[
+                "-O3",
+                "-g0",
+                "-std=c++20",
+                "-fvisibility=hidden",
+                # No contraction: a fused multiply-add in place of two roundings would make bits depend on the CPU.
+                "-ffp-contract=off",
+                "-Wall",
+                "-Wno-unknown-pragmas",
+            ],
         )
     ],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": BuildIncrementally, "build_py": BuildWithData},
 )
