@@ -127,10 +127,9 @@ def python_standard_library() -> Corpus:
     """The source files of the running Python's standard library, in the order of their paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
-    for file in root.rglob("*.py"):
-        relative = file.relative_to(root)
-        if not _NOT_LIBRARY.intersection(relative.parts) and not file.name.startswith(_INSTALLED) and file.is_file():
-            files.append(file)
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]
+        files += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(_INSTALLED)]
     if not files:
         raise CorpusError(
             f"this Python has no source files of its standard library in {root}; name another text in the recipe: "

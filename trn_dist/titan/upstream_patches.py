@@ -76,8 +76,7 @@ def _correct_peak_flops(utils: Any) -> None:
 
 
 def _correct_profiling(profiling: Any) -> None:
-    """``tools/profiling.py``: its global ``torch`` becomes a view with our profiler activity and our memory "
-    "snapshots."""
+    """``tools/profiling.py``: its global ``torch`` becomes a view with our profiler activity and memory."""
     import torch
 
     def profile(*args: Any, activities: Sequence[Any] | None = None, **kwargs: Any) -> Any:
