@@ -39,8 +39,7 @@ def show_step(step: Step, last_step: int) -> str:
 
 
 class RunProgress:
-    """Follows the ranks' metrics files from :meth:`start` to :meth:`finish` and shows and records each complete "
-    "step."""
+    """Follows the ranks' metrics files from :meth:`start` to :meth:`finish` and shows and records each step."""
 
     def __init__(
         self, run_dir: Path, ranks: int, tokens_per_step: int, last_step: int, bar: bool | None = None
