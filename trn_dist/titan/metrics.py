@@ -29,7 +29,7 @@ def build_rank_metrics_processor(
 
     Called by TorchTitan's trainer on every rank. A rank's line holds: ``step``; ``loss`` (mean over data-parallel
     ranks) and ``max_loss``, null on a pipeline rank without the last stage; ``grad_norm`` (before clipping); ``lr``;
-    ``step_time_s`` (host time since the last line); ``hbm_active_peak_bytes``, ``hbm_reserved_peak_bytes`` (since the
+    ``step_time_s`` (host time a step since the last line); ``hbm_active_peak_bytes``, ``hbm_reserved_peak_bytes`` (since the
     last line).
     """
     import torch
@@ -42,6 +42,11 @@ def build_rank_metrics_processor(
             self.rank = torch.distributed.get_rank()
             self.path = rank_metrics_file(Path(job_config.job.dump_folder), self.rank)
             self.lines: TextIO | None = None
+            self.steps_since_last_log = 0
+
+        def should_log(self, step: int) -> bool:
+            self.steps_since_last_log += 1
+            return super().should_log(step)
 
         def log(
             self,
@@ -60,7 +65,7 @@ def build_rank_metrics_processor(
                 "max_loss": None if elsewhere else global_max_loss,
                 "grad_norm": grad_norm,
                 "lr": (extra_metrics or {}).get("lr"),
-                "step_time_s": time.perf_counter() - self.time_last_log,
+                "step_time_s": (time.perf_counter() - self.time_last_log) / self.steps_since_last_log,
                 "hbm_active_peak_bytes": memory["active_bytes.all.peak"],
                 "hbm_reserved_peak_bytes": memory["reserved_bytes.all.peak"],
             }
@@ -71,6 +76,7 @@ def build_rank_metrics_processor(
             # One write a line, so that a reader never sees half of one and a killed rank leaves whole lines.
             self.lines.write(json.dumps(line) + "\n")
             self.lines.flush()
+            self.steps_since_last_log = 0
             super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
 
         def close(self) -> None:

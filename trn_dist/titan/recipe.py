@@ -95,12 +95,6 @@ class Recipe:
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.config.training.seq_len
 
-    @property
-    def logged_steps(self) -> int:
-        """Number of steps of a whole run for which TorchTitan logs metrics: the first, and every ``log_freq``-th."""
-        steps, every = self.config.training.steps, self.config.metrics.log_freq
-        return steps // every + (1 if every > 1 and steps > 0 else 0)
-
 
 def resolve(path: Path, overrides: list[str]) -> Recipe:
     """Reads a recipe, applies the command line and checks the result.
