@@ -6,5 +6,26 @@ Imports no torch. ``Communicator(topology, ranks).table("all_reduce")`` is the w
 from trn_dist.collectives.communicator import OPERATIONS, Communicator
 from trn_dist.collectives.cost_table import CostPiece, CostTable
 from trn_dist.collectives.group import mesh_groups, sibling_groups
+from trn_dist.collectives.legality import (
+    Finding,
+    IllegalGroupError,
+    check_collective,
+    check_communicators,
+    check_group,
+    refuse,
+)
 
-__all__ = ["OPERATIONS", "Communicator", "CostPiece", "CostTable", "mesh_groups", "sibling_groups"]
+__all__ = [
+    "OPERATIONS",
+    "Communicator",
+    "CostPiece",
+    "CostTable",
+    "Finding",
+    "IllegalGroupError",
+    "check_collective",
+    "check_communicators",
+    "check_group",
+    "mesh_groups",
+    "refuse",
+    "sibling_groups",
+]

@@ -270,9 +270,7 @@ def _units(cluster: Cluster, path: Path, count: int | None, nodes: int | None) -
     per_unit = cluster.nodes_per_unit
     if nodes is not None:
         if nodes < 1 or nodes % per_unit:
-            raise ConfigError(
-                f"{path}: nodes={nodes}: must be a positive multiple of the {per_unit} nodes of a {cluster.name}"
-            )
+            raise ConfigError(f"{path}: nodes={nodes}: must be a multiple of the {per_unit} nodes of a {cluster.name}")
         if count is not None and count * per_unit != nodes:
             raise ConfigError(
                 f"{path}: nodes={nodes} and count={count}: {count} x {per_unit} nodes are {count * per_unit}"
