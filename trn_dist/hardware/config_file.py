@@ -16,6 +16,8 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any
 
+from trn_dist.shipped import shipped_folder
+
 # Every key of a physical quantity ends in one of these. Bandwidth is in bytes, as nccom-test prints it; network cards
 # are sold in bits, so their key says so in full.
 UNITS = {
@@ -70,14 +72,8 @@ Share = Annotated[float, Range(0, 1)]  # what is left of something, 0 meaning no
 
 
 def configs_directory() -> Path:
-    """The directory that holds ``chips/`` and ``clusters/``: inside the installed package, else the repository's."""
-    package = Path(__file__).resolve().parent.parent
-    for candidate in (package / "configs", package.parent / "configs"):
-        if (candidate / "chips").is_dir():
-            return candidate
-    raise ConfigError(
-        f"the hardware files are missing: neither {package / 'configs'} nor {package.parent / 'configs'} has chips/"
-    )
+    """The directory that holds ``chips/`` and ``clusters/``."""
+    return shipped_folder("configs")
 
 
 def list_configs(kind: str) -> list[str]:
