@@ -42,7 +42,7 @@ class CostTable:
     """The cost of one operation on one communicator. ``bytes`` is the larger of a rank's input and output: the whole
     message for all_reduce and broadcast, the gathered one for all_gather, the input for reduce_scatter and all_to_all.
 
-    In C++, with 64-bit integers and no overflow below 2^44 bytes:
+    In C++, with signed 64-bit integers, exact up to 2^44 bytes and as long as beta is below 2^39 (half a ms per KiB):
     ``alpha + (n >> 20) * beta + (((n & 0xFFFFF) * beta) >> 20)``.
     """
 
