@@ -49,7 +49,8 @@ dev: $(VENV)/.dev
 # Each stamp is a step that need not be repeated until what it depends on changes.
 
 $(VENV)/.python:
-	@test -n "$(PYTHON)" || { echo "trn_dist needs Python 3.11 or newer, and no python3 is on PATH: install python3.11" >&2; exit 1; }
+	@command -v "$(PYTHON)" >/dev/null || \
+	  { echo "trn_dist needs Python 3.11 or newer, and $(or $(PYTHON),python3) is not on PATH: install python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "trn_dist needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' || \

@@ -11,6 +11,8 @@ from setuptools.command.build_py import build_py
 
 REQUIRED_TORCH = "2.13.0"
 
+# An extension of an earlier build may not load any more; that must not stop the one that replaces it.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 try:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -132,10 +133,12 @@ def check_extension() -> Finding:
     except subprocess.TimeoutExpired:
         return Finding("device neuron", Verdict.ERROR, f"no answer within {_DEVICE_TIMEOUT_S} s", advice)
     if trial.returncode or trial.stdout.strip() != "True":
-        last = (trial.stderr.strip() or trial.stdout.strip() or f"exit code {trial.returncode}").split("\n")[-1]
+        # The first exception of a chain is the cause; without one, a signal or a wrong result.
+        errors = [line for line in trial.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception): ", line)]
+        cause = errors[0] if errors else f"exit code {trial.returncode}, output {trial.stdout.strip()!r}"
         if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
             advice = "unset TORCH_DEVICE_BACKEND_AUTOLOAD, which keeps torch from loading the device"
-        return Finding("device neuron", Verdict.ERROR, last, advice)
+        return Finding("device neuron", Verdict.ERROR, cause, advice)
     return Finding("device neuron", Verdict.OK, spec.origin)
 
 

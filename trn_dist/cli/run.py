@@ -22,7 +22,10 @@ def parse_local_ranks(ctx: click.Context, parameter: click.Parameter, value: str
 
 
 @click.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, epilog=EXIT_CODES, name="run"
+    # What follows PROGRAM belongs to it, options too.
+    context_settings={"allow_interspersed_args": False},
+    epilog=EXIT_CODES,
+    name="run",
 )
 @click.option("-n", "--nproc", "world_size", type=int, required=True, metavar="RANKS", help="Number of ranks in all.")
 @click.option("-m", "--module", "is_module", is_flag=True, help="PROGRAM is a module, as in python -m.")
