@@ -123,6 +123,52 @@ def test_the_same_failure_everywhere_is_told_once(tmp_path: Path) -> None:
     assert "in <module>" in result.stderr
 
 
+def test_a_killed_rank_is_named_and_not_its_peers_that_notice(tmp_path: Path) -> None:
+    write(
+        tmp_path / "notice.py",
+        """
+        import os, signal, sys, time
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if dist.get_rank() == 2:
+            if sys.argv[1] == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(5)
+        dist.all_reduce(torch.ones(1))  # raises as soon as the connection is closed
+        """,
+    )
+    result = trn("run", "-n", 4, "notice.py", "killed", cwd=tmp_path)
+    assert result.code == 128 + signal.SIGKILL, result.stderr
+    assert "trn: rank 2 failed first" in result.stderr
+    assert "was killed by SIGKILL" in result.stderr
+    assert "Traceback" not in result.stderr
+    result = trn("run", "-n", 4, "notice.py", "left", cwd=tmp_path)
+    assert result.code == 5, result.stderr
+    assert "exited with code 5" in result.stderr
+
+
+def test_ranks_that_print_without_end_are_stopped_too(tmp_path: Path) -> None:
+    write(
+        tmp_path / "chatter.py",
+        """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        start = time.monotonic()
+        while True:
+            print("x" * 200)
+            if os.environ["RANK"] == "0" and time.monotonic() - start > 0.5:
+                raise RuntimeError("enough")
+        """,
+    )
+    start = time.monotonic()
+    result = trn("run", "-n", 3, "--grace-s", 0.5, "chatter.py", cwd=tmp_path)
+    assert time.monotonic() - start < 20
+    assert result.code == 1
+    assert "trn: rank 0 failed first" in result.stderr
+    assert "trn: ranks 1-2: killed" in result.stderr
+
+
 def test_exit_codes(tmp_path: Path) -> None:
     write(
         tmp_path / "leave.py",

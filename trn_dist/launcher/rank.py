@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import io
 import os
+import re
 import runpy
 import signal
 import socket
@@ -82,7 +83,7 @@ def _run(program: Program, rank: int, channel: socket.socket) -> int:
             _report(channel, rank, str(request.code), "")
         return 1
     except BaseException as error:
-        text = _show(error)
+        text = _traceback(error, rank)
         if os.getpid() == pid:
             if not _report(channel, rank, _summary(error), text):
                 sys.stderr.write(text)
@@ -107,19 +108,25 @@ def _run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
-def _show(error: BaseException) -> str:
-    """The traceback of an uncaught exception without the launcher's frames; "" when a hook of the program showed it."""
+def _traceback(error: BaseException, rank: int) -> str:
+    """What the exception hook prints of an uncaught exception, without the launcher's frames.
+
+    The hook need not be Python's own: init_process_group sets one that puts ``[rank3]: `` before each line, which the
+    supervisor's own prefix makes redundant.
+    """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         frames = frames.tb_next
     error.__traceback__ = frames
-    if sys.excepthook is not sys.__excepthook__:
-        try:
-            sys.excepthook(type(error), error, frames)
-            return ""
-        except BaseException:
-            traceback.print_exc()
-    return "".join(traceback.format_exception(error))
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        sys.excepthook(type(error), error, frames)
+        text = sys.stderr.getvalue()
+    except BaseException:
+        text = "".join(traceback.format_exception(error))
+    finally:
+        sys.stderr = stderr
+    return re.sub(rf"^\[rank{rank}\]: ", "", text, flags=re.MULTILINE)
 
 
 def _summary(error: BaseException) -> str:
@@ -156,8 +163,12 @@ def _flush_open_files() -> None:
     Buffers lie in layers: text files first, then the buffered ones below them. Objects older than the fork are frozen
     and not among those listed here; of these only the standard streams matter.
     """
-    files = [sys.stdout, sys.stderr, *(item for item in gc.get_objects() if isinstance(item, io.IOBase))]
+    # By type: isinstance asks the object for its class too, and lazy modules import themselves when asked for anything.
+    files = [sys.stdout, sys.stderr, *(item for item in gc.get_objects() if issubclass(type(item), io.IOBase))]
     for layer in (io.TextIOBase, io.BufferedIOBase):
         for file in files:
-            if isinstance(file, layer) and not file.closed and file.writable():
-                file.flush()
+            try:
+                if isinstance(file, layer) and not file.closed and file.writable():
+                    file.flush()
+            except (OSError, ValueError):  # its other end is gone
+                continue

@@ -34,6 +34,10 @@ _START_TIMEOUT_S = 300.0
 """For importing torch and what was asked for beside it, on a cold and busy machine."""
 
 _END_TIMEOUT_S = 5.0
+_SUSPICION_S = 0.2
+"""How long an uncaught exception waits for news of a rank that died without one. Peers of a killed rank may well raise
+before the zygote has told of its death, and are not to blame."""
+
 _KILL_ATTEMPTS = 3
 _READ_BYTES = 1 << 16
 _DRAIN_READS = 1024
@@ -85,6 +89,8 @@ class _Run:
         self.exit_code: int | None = None  # decided by the first failure or signal
         self.first_failed: int | None = None
         self.stopped_by: signal.Signals | None = None
+        self.suspect: tuple[int, bytes] | None = None  # rank with an uncaught exception, and its traceback
+        self.blame_at: float | None = None  # when the suspect is taken for the first failure
         self.kill_at: float | None = None
         self.kill_attempts = 0
         self.killed: set[int] = set()
@@ -92,6 +98,7 @@ class _Run:
         self.selector = selectors.DefaultSelector()
         self.zygote: subprocess.Popen[bytes] | None = None
         self.zygote_ready = False
+        self.ready_by = self.start_time + _START_TIMEOUT_S
         self.channel: socket.socket | None = None
         self.listener: socket.socket | None = None
         # Made by the zygote, removed by whichever of the two lives to the end.
@@ -180,12 +187,9 @@ class _Run:
 
     def watch(self) -> int:
         """Handle events until every rank has ended; returns the exit code of the run."""
-        start_deadline = time.monotonic() + _START_TIMEOUT_S
         try:
             while not self._finished():
-                deadline = self.kill_at if self.zygote_ready else start_deadline
-                timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-                events = self.selector.select(timeout_s)
+                events = self.selector.select(self._meet_deadlines())
                 # Output first: what a rank wrote before it ended is then shown before the news of its end.
                 for key, _ in events:
                     if key.data is not None:
@@ -195,10 +199,6 @@ class _Run:
                         self._read_channel()
                     elif self.wake_fds is not None and key.fd == self.wake_fds[0]:
                         self._read_signals()
-                if not events:
-                    if not self.zygote_ready:
-                        raise LaunchError(f"the warm process did not finish its imports in {_START_TIMEOUT_S:g} s")
-                    self._kill_ranks()
             for rank in self.ranks:
                 rank.output.finish()
             self._tell_others()
@@ -206,9 +206,24 @@ class _Run:
             return 128 + signal.SIGPIPE
         return self.exit_code or 0
 
+    def _meet_deadlines(self) -> float | None:
+        """Do what is due; returns the seconds until something else is, None for never."""
+        now = time.monotonic()
+        if not self.zygote_ready and now >= self.ready_by:
+            raise LaunchError(f"the warm process did not finish its imports in {_START_TIMEOUT_S:g} s")
+        if self.blame_at is not None and now >= self.blame_at:
+            self._blame_suspect()
+        if self.kill_at is not None and now >= self.kill_at:
+            self._kill_ranks()
+        ready_by = None if self.zygote_ready else self.ready_by
+        deadlines = [time_s for time_s in (ready_by, self.blame_at, self.kill_at) if time_s is not None]
+        return max(0.0, min(deadlines) - now) if deadlines else None
+
     def _finished(self) -> bool:
         if self.zygote is None or self.zygote.returncode is not None or self.kill_attempts > _KILL_ATTEMPTS:
             return True
+        if self.blame_at is not None:
+            return False
         if self.exit_code is not None:  # ranks that were not started yet are not started any more
             return not any(rank.alive for rank in self.ranks)
         return all(rank.status is not None for rank in self.ranks)
@@ -274,8 +289,9 @@ class _Run:
         rank.error = message["error"]
         text = message["traceback"].encode()
         rank.output.log(text)
-        if self.exit_code is None:
-            self._first_failure(message["rank"], 1, rank.error, text)
+        if self.exit_code is None and self.suspect is None:
+            self.suspect = (message["rank"], text)
+            self.blame_at = time.monotonic() + _SUSPICION_S
 
     def _on_ended(self, message: dict[str, Any]) -> None:
         rank = self.ranks[message["rank"]]
@@ -283,12 +299,18 @@ class _Run:
         rank.status = message["status"]
         for fd in list(rank.pipes):
             self._close_pipe(fd, message["rank"])
-        if rank.status and self.exit_code is None:
+        if rank.status and self.exit_code is None and not rank.error:
             code = rank.status if rank.status > 0 else 128 - rank.status
-            self._first_failure(message["rank"], code, rank.error or _describe(rank.status), b"")
+            self._first_failure(message["rank"], code, _describe(rank.status), b"")
+
+    def _blame_suspect(self) -> None:
+        assert self.suspect is not None
+        number, text = self.suspect
+        self._first_failure(number, 1, self.ranks[number].error, text)
 
     def _first_failure(self, number: int, code: int, reason: str, text: bytes) -> None:
         rank = self.ranks[number]
+        self.blame_at = None
         self.exit_code = code
         self.first_failed = number
         after_s = time.monotonic() - self.start_time
@@ -347,6 +369,7 @@ class _Run:
             self._kill_ranks()
             return
         self.stopped_by = number
+        self.blame_at = None
         self.exit_code = 128 + number
         if alive:
             output.say(
