@@ -33,7 +33,7 @@ def test_a_step_is_yielded_once_all_ranks_have_it(tmp_path: Path):
     write(tmp_path, 1, half[40:])
     (step,) = merger.new_steps()
     assert (step.step, step.loss, step.grad_norm) == (1, 7.0, 1.5)
-    assert (step.hbm_peak_bytes, step.hbm_peak_rank) == (30, 1)
+    assert (step.hbm_reserved_peak_bytes, step.hbm_active_peak_bytes, step.hbm_peak_rank) == (30, 10, 1)
     assert (step.step_time_s, step.tokens_per_s) == (2.0, 512.0)
     write(tmp_path, 1, line(2))
     (step,) = merger.new_steps()

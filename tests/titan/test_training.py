@@ -26,6 +26,10 @@ CLIPPED = ["--training.max_norm", "0.25"]
 UNCLIPPED = ["--training.max_norm", "inf"]
 ONE_RANK = ["--neuron.ranks", "1", "--parallelism.data_parallel_shard_degree", "1"]
 
+# Relative tolerance of the gradient norm. PyTorch's CPU kernel adds the squares of a whole tensor one after the other in
+# float32: measured 7e-5 below the true norm for the output layer's 524,288 elements, 4e-6 when it comes in eight shards.
+NORM = 1e-4
+
 Train = Callable[..., list[Step]]
 
 
@@ -62,14 +66,13 @@ def test_ddp_and_fsdp_have_the_same_losses_bit_for_bit_without_clipping(train: T
     ddp = train("llama3_debug_ddp8", *UNCLIPPED)
     fsdp = train("llama3_debug_fsdp8", *UNCLIPPED)
     assert [step.loss for step in ddp] == [step.loss for step in fsdp]
-    # The norm sums its squares shard by shard, so its last digits depend on the sharding.
-    assert_close(ddp, fsdp, loss=0, grad_norm=1e-6)
+    assert_close(ddp, fsdp, loss=0, grad_norm=NORM)
 
 
-def test_ddp_and_fsdp_agree_to_six_digits_with_clipping(train: Train):
+def test_ddp_and_fsdp_have_the_same_losses_to_six_digits_with_clipping(train: Train):
     ddp = train("llama3_debug_ddp8", *CLIPPED)
     fsdp = train("llama3_debug_fsdp8", *CLIPPED)
-    assert_close(ddp, fsdp, loss=1e-6, grad_norm=1e-6)
+    assert_close(ddp, fsdp, loss=1e-6, grad_norm=NORM)
     assert all(step.grad_norm > 0.25 for step in fsdp)
 
 
@@ -77,7 +80,7 @@ def test_one_rank_with_eight_microbatches_agrees_within_rounding(train: Train):
     eight = train("llama3_debug_fsdp8", *UNCLIPPED)
     one = train("llama3_debug_fsdp8", *UNCLIPPED, *ONE_RANK)
     # The first step differs in the order of two sums of eight terms, of losses and of gradients.
-    assert_close(one[:1], eight[:1], loss=8 * 2**-24, grad_norm=1e-6)
+    assert_close(one[:1], eight[:1], loss=8 * 2**-24, grad_norm=NORM)
     # AdamW's first updates are near lr in size whatever the gradient's, so where a gradient is nearly zero its rounding
     # reaches the weights; a wrong scale of the gradients would change the norm by a factor.
     assert_close(one, eight, loss=1e-4, grad_norm=1e-3)
@@ -102,7 +105,7 @@ def test_sharding_shows_in_the_memory_of_the_fullest_rank(train: Train):
     ddp = train("llama3_debug_ddp8", *UNCLIPPED)
     fsdp = train("llama3_debug_fsdp8", *UNCLIPPED)
     # 6.16 M parameters in float32 with gradient and two moments are 94 MiB a rank under DDP, an eighth under FSDP.
-    assert ddp[-1].hbm_peak_bytes > 94 * 2**20 > 2 * fsdp[-1].hbm_peak_bytes
+    assert ddp[-1].hbm_active_peak_bytes > 94 * 2**20 > 2 * fsdp[-1].hbm_active_peak_bytes
 
 
 def test_plain_torchrun_and_unmodified_torchtitan_give_the_same_bits(train: Train, tmp_path: Path):

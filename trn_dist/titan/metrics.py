@@ -117,7 +117,9 @@ class Step:
         lr: learning rate of this step.
         step_time_s: time on this host, of the slowest rank. In the first step it includes building the model.
         tokens_per_s: of all ranks together, on this host.
-        hbm_peak_bytes: reserved memory of the fullest rank at its highest during the step.
+        hbm_reserved_peak_bytes: memory that the fullest rank's allocator held at its highest during the step: what must
+            fit in the core's HBM.
+        hbm_active_peak_bytes: memory in live tensors of that rank, at its highest.
         hbm_peak_rank: that rank.
     """
 
@@ -127,7 +129,8 @@ class Step:
     lr: float | None
     step_time_s: float
     tokens_per_s: float
-    hbm_peak_bytes: int
+    hbm_reserved_peak_bytes: int
+    hbm_active_peak_bytes: int
     hbm_peak_rank: int
 
     def as_json(self) -> str:
@@ -164,7 +167,8 @@ def merge_step(lines: list[dict[str, Any]], tokens_per_step: int) -> Step:
         lr=lines[0]["lr"],
         step_time_s=step_time_s,
         tokens_per_s=tokens_per_step / step_time_s,
-        hbm_peak_bytes=lines[fullest]["hbm_reserved_peak_bytes"],
+        hbm_reserved_peak_bytes=lines[fullest]["hbm_reserved_peak_bytes"],
+        hbm_active_peak_bytes=lines[fullest]["hbm_active_peak_bytes"],
         hbm_peak_rank=fullest,
     )
 

@@ -213,7 +213,7 @@ def _summarise(recipe: Recipe, folder: Path, progress: RunProgress, exit_code: i
         result = f"loss {last.loss:.4f} in step {last.step}"
     else:
         result = f"loss {first.loss:.4f} -> {last.loss:.4f} from step {first.step} to {last.step}"
-        peak = max(first.hbm_peak_bytes, last.hbm_peak_bytes)
+        peak = max(first.hbm_reserved_peak_bytes, last.hbm_reserved_peak_bytes)
         result += f", HBM peak {show_bytes(peak)}"
     if exit_code == 0:
         ended = f"done in {show_duration(seconds)}"
