@@ -29,8 +29,8 @@ def build_rank_metrics_processor(
 
     Called by TorchTitan's trainer on every rank. A rank's line holds: ``step``; ``loss`` (mean over data-parallel
     ranks) and ``max_loss``, null on a pipeline rank without the last stage; ``grad_norm`` (before clipping); ``lr``;
-    ``step_time_s`` (host time a step since the last line); ``hbm_active_peak_bytes``, ``hbm_reserved_peak_bytes`` (since the
-    last line).
+    ``step_time_s`` (host time a step since the last line); ``hbm_active_peak_bytes``, ``hbm_reserved_peak_bytes``
+    (since the last line).
     """
     import torch
     from torchtitan.components.metrics import MetricsProcessor

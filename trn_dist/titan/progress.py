@@ -32,9 +32,10 @@ def show_duration(seconds: float) -> str:
 
 def show_step(step: Step, last_step: int) -> str:
     width = len(str(last_step))
+    peak = show_bytes(step.hbm_reserved_peak_bytes)
     return (
         f"step {step.step:>{width}}/{last_step}   loss {step.loss:8.5f}   grad norm {step.grad_norm:8.4f}   "
-        f"{step.tokens_per_s:7,.0f} tokens/s   HBM peak {show_bytes(step.hbm_reserved_peak_bytes)} (rank {step.hbm_peak_rank})"
+        f"{step.tokens_per_s:7,.0f} tokens/s   HBM peak {peak} (rank {step.hbm_peak_rank})"
     )
 
 
