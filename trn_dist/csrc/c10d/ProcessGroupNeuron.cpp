@@ -76,7 +76,8 @@ Region dense_region(const at::Tensor& tensor) {
 
 // The elements in their logical order. For any tensor.
 Region logical_region(const at::Tensor& tensor) {
-  Region region{static_cast<std::byte*>(tensor.data_ptr()), tensor.numel() * tensor.element_size(), nullptr};
+  Region region{
+      static_cast<std::byte*>(tensor.data_ptr()), static_cast<uint64_t>(tensor.numel() * tensor.element_size()), nullptr};
   if (!tensor.is_contiguous()) {
     auto layout = std::make_shared<Layout>();
     layout->dtype = tensor.scalar_type();

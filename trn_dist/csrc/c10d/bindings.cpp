@@ -7,6 +7,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include <pybind11/chrono.h>
+
 #include <sys/syscall.h>
 #include <unistd.h>
 
