@@ -13,8 +13,10 @@ def load() -> None:
         return
     torch.utils.rename_privateuse1_backend("neuron")
     from trn_dist import neuron
+    from trn_dist.neuron.distributed import register_backend
     from trn_dist.titan.upstream_patches import install_import_hook
 
     torch._register_device_module("neuron", neuron)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    register_backend()
     install_import_hook()

@@ -1,0 +1,165 @@
+#pragma once
+
+// The c10d backend "neuron". Checks the arguments of each call, as ProcessGroupNCCL does, and hands the memory of the
+// tensors to a Communicator. Serves neuron tensors in place and CPU tensors by one copy.
+
+#include "c10d/WorkNeuron.hpp"
+#include "fabric/Communicator.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace trn {
+
+class ProcessGroupNeuron final : public c10d::Backend {
+ public:
+  struct Options final : c10d::Backend::Options {
+    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
+        : c10d::Backend::Options("neuron", timeout) {}
+  };
+
+  // Collective over the group. `global_ranks` is empty for a job's default group, whose creation makes the fabric.
+  static c10::intrusive_ptr<ProcessGroupNeuron> create(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      int rank,
+      int size,
+      std::chrono::milliseconds timeout,
+      const std::string& group_name,
+      const std::vector<int64_t>& global_ranks);
+
+  ProcessGroupNeuron(
+      c10::intrusive_ptr<c10d::Store> store,
+      std::shared_ptr<Fabric> fabric,
+      std::shared_ptr<Communicator> communicator,
+      std::vector<int> fabric_ranks,
+      bool owns_fabric,
+      std::chrono::milliseconds timeout);
+  ~ProcessGroupNeuron() override;
+
+  const std::string getBackendName() const override {
+    return "neuron";
+  }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
+  bool supportsCoalescing() const override {
+    return true;
+  }
+  bool supportsSplitting() const override {
+    return true;
+  }
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}
+  // Collectives called so far.
+  uint64_t getSequenceNumberForGroup() override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  using Work = c10d::Work;
+  template <typename T>
+  using Ref = c10::intrusive_ptr<T>;
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<Tensors>;
+
+  Ref<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts = c10d::BroadcastOptions()) override;
+  Ref<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts = c10d::AllreduceOptions()) override;
+  Ref<Work> allreduce_coalesced(
+      Tensors& tensors,
+      const c10d::AllreduceCoalescedOptions& opts = c10d::AllreduceCoalescedOptions()) override;
+  Ref<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& opts = c10d::ReduceOptions()) override;
+  Ref<Work> allgather(
+      TensorLists& outputs,
+      Tensors& inputs,
+      const c10d::AllgatherOptions& opts = c10d::AllgatherOptions()) override;
+  Ref<Work> _allgather_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      const c10d::AllgatherOptions& opts = c10d::AllgatherOptions()) override;
+  Ref<Work> allgather_coalesced(
+      TensorLists& outputs,
+      Tensors& inputs,
+      const c10d::AllgatherOptions& opts = c10d::AllgatherOptions()) override;
+  Ref<Work> allgather_into_tensor_coalesced(
+      Tensors& outputs,
+      Tensors& inputs,
+      const c10d::AllgatherOptions& opts = c10d::AllgatherOptions()) override;
+  Ref<Work> gather(
+      TensorLists& outputs,
+      Tensors& inputs,
+      const c10d::GatherOptions& opts = c10d::GatherOptions()) override;
+  Ref<Work> scatter(
+      Tensors& outputs,
+      TensorLists& inputs,
+      const c10d::ScatterOptions& opts = c10d::ScatterOptions()) override;
+  Ref<Work> reduce_scatter(
+      Tensors& outputs,
+      TensorLists& inputs,
+      const c10d::ReduceScatterOptions& opts = c10d::ReduceScatterOptions()) override;
+  Ref<Work> _reduce_scatter_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      const c10d::ReduceScatterOptions& opts = c10d::ReduceScatterOptions()) override;
+  Ref<Work> reduce_scatter_tensor_coalesced(
+      Tensors& outputs,
+      Tensors& inputs,
+      const c10d::ReduceScatterOptions& opts = c10d::ReduceScatterOptions()) override;
+  Ref<Work> alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& output_splits,
+      std::vector<int64_t>& input_splits,
+      const c10d::AllToAllOptions& opts = c10d::AllToAllOptions()) override;
+  Ref<Work> alltoall(
+      Tensors& outputs,
+      Tensors& inputs,
+      const c10d::AllToAllOptions& opts = c10d::AllToAllOptions()) override;
+  Ref<Work> send(Tensors& tensors, int to, int tag) override;
+  Ref<Work> recv(Tensors& tensors, int from, int tag) override;
+  Ref<Work> recvAnysource(Tensors& tensors, int tag) override;
+  Ref<Work> barrier(const c10d::BarrierOptions& opts = c10d::BarrierOptions()) override;
+
+ private:
+  // Posts the call and wraps it. `outputs` are the Work's result.
+  Ref<Work> launch(
+      CollectiveCall&& call,
+      c10d::OpType type,
+      Tensors outputs,
+      std::chrono::milliseconds timeout,
+      bool async);
+  Ref<Work> wrap(std::shared_ptr<Operation> operation, c10d::OpType type, Tensors outputs, bool async);
+  Ref<Work> receive(Tensors& tensors, int from, int tag, c10d::OpType type);
+  std::chrono::milliseconds timeout_or(std::chrono::milliseconds timeout) const;
+  void check_root(int64_t root, int64_t root_tensor, const char* name) const;
+
+  struct DeviceStreams {
+    c10::Stream collectives; // holds what is in flight, for synchronize() of the device
+    c10::Stream futures; // see WorkNeuron
+  };
+  const DeviceStreams& streams(c10::DeviceIndex device);
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<Fabric> fabric_;
+  std::shared_ptr<Communicator> communicator_;
+  std::vector<int> fabric_ranks_;
+  bool owns_fabric_;
+  std::atomic<int64_t> timeout_ms_;
+  std::atomic<int> splits_{0};
+  std::mutex streams_mutex_;
+  std::map<c10::DeviceIndex, DeviceStreams> streams_;
+};
+
+} // namespace trn

@@ -1,0 +1,130 @@
+#include "c10d/WorkNeuron.hpp"
+
+#include "fabric/Host.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/util/Exception.h>
+
+namespace trn {
+
+WorkNeuron::WorkNeuron(
+    int rank,
+    c10d::OpType type,
+    std::vector<std::shared_ptr<Operation>> operations,
+    std::vector<at::Tensor> outputs,
+    std::optional<c10::Stream> future_stream)
+    : Work(rank, type),
+      operations_(std::move(operations)),
+      outputs_(std::move(outputs)),
+      future_stream_(future_stream) {}
+
+bool WorkNeuron::isCompleted() {
+  bool done = true;
+  for (const auto& operation : operations_) {
+    done = operation->poll() && done;
+  }
+  return done;
+}
+
+bool WorkNeuron::isSuccess() const {
+  for (const auto& operation : operations_) {
+    if (!operation->done() || operation->error() != nullptr) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::exception_ptr WorkNeuron::exception() const {
+  for (const auto& operation : operations_) {
+    if (auto error = operation->error()) {
+      return error;
+    }
+  }
+  return nullptr;
+}
+
+int WorkNeuron::sourceRank() const {
+  return operations_.size() == 1 ? operations_[0]->source() : -1;
+}
+
+std::vector<at::Tensor> WorkNeuron::result() {
+  return outputs_;
+}
+
+void WorkNeuron::synchronize() {
+  wait(kNoTimeout);
+}
+
+bool WorkNeuron::wait(std::chrono::milliseconds timeout) {
+  for (const auto& operation : operations_) {
+    operation->finish(timeout.count() > 0 ? timeout : std::chrono::milliseconds(0));
+  }
+  return true;
+}
+
+void WorkNeuron::blockCurrentStream() {
+  wait(kNoTimeout);
+}
+
+void WorkNeuron::abort() {
+  for (const auto& operation : operations_) {
+    operation->fail_group("aborted");
+  }
+}
+
+// [Note: Completion]
+c10::intrusive_ptr<c10::ivalue::Future> WorkNeuron::getFuture() {
+  std::unique_lock<std::mutex> guard(future_mutex_, std::try_to_lock);
+  if (!guard.owns_lock()) {
+    HostLockRelease released;
+    guard.lock();
+  }
+  if (future_ != nullptr) {
+    return future_;
+  }
+  std::vector<c10::Device> devices;
+  if (future_stream_.has_value()) {
+    devices.push_back(future_stream_->device());
+  }
+  auto future = c10::make_intrusive<c10::ivalue::Future>(
+      c10::ListType::create(c10::TensorType::get()), std::move(devices));
+  if (future_stream_.has_value()) {
+    for (const auto& operation : operations_) {
+      if (!operation->done()) {
+        add_pending(*future_stream_, operation);
+      }
+    }
+    c10::StreamGuard stream(*future_stream_);
+    future->markCompleted(c10::IValue(outputs_));
+  } else {
+    try {
+      HostLockRelease released;
+      wait(kNoTimeout);
+      future->markCompleted(c10::IValue(outputs_));
+    } catch (const c10::Error&) {
+      future->setError(std::current_exception());
+    }
+  }
+  future_ = std::move(future);
+  return future_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkNeuron::getFutureResult() {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+  c10d::WorkResult result = c10d::WorkResult::SUCCESS;
+  try {
+    HostLockRelease released;
+    wait(kNoTimeout);
+  } catch (const c10::Error&) {
+    result = c10d::WorkResult::COMM_ERROR;
+  }
+  future->markCompleted(c10::IValue(static_cast<int64_t>(result)));
+  return future;
+}
+
+uint64_t WorkNeuron::getSequencenumber() const {
+  return operations_.empty() ? 0 : operations_.back()->sequence();
+}
+
+} // namespace trn

@@ -1,0 +1,106 @@
+#pragma once
+
+// Messages between two ranks of a communicator. See [Note: Messages] in ControlBlock.h for a message's states.
+//
+// A receiver copies straight out of the sender's tensor. A sender never waits for its receiver: if the message is still
+// there when the sender has to go on, it moves the payload into a block of its arena. So schedules that rely on sends
+// being buffered (pipeline parallelism, or a ring in which everybody sends first) cannot deadlock.
+
+#include "fabric/Communicator.h"
+
+#include <deque>
+#include <list>
+#include <memory>
+#include <vector>
+
+namespace trn {
+
+class SendOperation final : public Operation {
+ public:
+  SendOperation(Communicator& communicator, const at::Tensor& tensor, Region region, int to, int tag);
+  std::string describe() const override;
+
+ private:
+  friend class PointToPoint;
+  bool advance(Wait& wait, bool thorough) override;
+  std::vector<int> missing() const override;
+  void attend(bool waiting) override {
+    waiting_ = waiting;
+  }
+
+  Region region_;
+  int to_;
+  int tag_;
+  bool waiting_ = false; // in finish(): this rank has to go on
+};
+
+class ReceiveOperation final : public Operation {
+ public:
+  ReceiveOperation(Communicator& communicator, const at::Tensor& tensor, Region region, int from, int tag);
+  std::string describe() const override;
+
+ private:
+  friend class PointToPoint;
+  bool advance(Wait& wait, bool thorough) override;
+  std::vector<int> missing() const override;
+  void attend(bool waiting) override;
+
+  Region region_;
+  int from_; // or -1
+  int tag_;
+};
+
+// All with the communicator's mutex held.
+class PointToPoint {
+ public:
+  explicit PointToPoint(Communicator& communicator);
+
+  std::shared_ptr<Operation> send(const at::Tensor& tensor, Region region, int to, int tag, std::chrono::milliseconds timeout);
+  std::shared_ptr<Operation> receive(
+      const at::Tensor& tensor,
+      Region region,
+      int from,
+      int tag,
+      std::chrono::milliseconds timeout);
+  void progress();
+  bool idle() const {
+    return active_.empty() && receives_.empty();
+  }
+  // Moves all that was not taken into the arena, where it stays for the receivers.
+  void depart();
+
+ private:
+  friend class SendOperation;
+  friend class ReceiveOperation;
+
+  // What this rank has sent to one other and not yet got back.
+  struct Outbox {
+    struct Entry {
+      std::shared_ptr<SendOperation> operation; // nullptr once the sender has gone on
+      std::unique_ptr<StagedBlock> staged;
+      uint64_t nbytes = 0;
+      int tag = 0;
+      uint64_t serial = 0;
+      bool in_ring = false;
+    };
+    std::deque<Entry> entries; // oldest first; those beyond the ring's depth wait their turn
+    uint64_t next_serial = 0;
+  };
+
+  void push(int to);
+  void ring_doorbell(int to);
+  void collect(int to);
+  // Ends the sender's part of a message that nobody has taken yet. False while the receiver is copying it.
+  bool detach(Outbox::Entry& entry, int to);
+  void stage(Outbox::Entry& entry);
+  bool match(ReceiveOperation& receive);
+  bool take(ReceiveOperation& receive, int from);
+
+  Communicator& communicator_;
+  std::vector<Outbox> outboxes_; // by destination
+  std::vector<int> active_; // destinations with entries
+  std::vector<uint64_t> heads_; // by source: the first serial that may not have been received
+  std::list<std::shared_ptr<ReceiveOperation>> receives_; // in the order of their calls
+};
+
+} // namespace trn
