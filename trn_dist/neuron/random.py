@@ -60,3 +60,11 @@ def seed_all() -> None:
 def initial_seed() -> int:
     """The seed of the current device's generator."""
     return _generator(current_device()).initial_seed()
+
+
+def use_cpu_rng(enabled: bool) -> None:
+    """Whether every draw on the device comes from PyTorch's CPU generator, so that ``neuron`` draws what ``cpu`` does.
+
+    For comparisons of the two; ``TRN_CPU_RNG=1`` in the environment says so from the start.
+    """
+    _C._set_cpu_rng(bool(enabled))

@@ -5,6 +5,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/TensorBase.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -105,12 +106,24 @@ at::Generator new_generator(c10::DeviceIndex device) {
   return at::make_generator<NeuronGeneratorImpl>(device < 0 ? current_device() : device);
 }
 
-bool cpu_rng() {
-  static const bool enabled = [] {
+namespace {
+
+std::atomic<bool>& cpu_rng_flag() {
+  static std::atomic<bool> flag = [] {
     const char* value = std::getenv("TRN_CPU_RNG");
     return value != nullptr && std::string_view(value) == "1";
   }();
-  return enabled;
+  return flag;
+}
+
+} // namespace
+
+bool cpu_rng() {
+  return cpu_rng_flag().load(std::memory_order_relaxed);
+}
+
+void set_cpu_rng(bool enabled) {
+  cpu_rng_flag().store(enabled, std::memory_order_relaxed);
 }
 
 } // namespace trn

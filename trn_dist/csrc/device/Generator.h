@@ -40,8 +40,10 @@ class NeuronGeneratorImpl final : public c10::GeneratorImpl {
 const at::Generator& default_generator(c10::DeviceIndex device);
 at::Generator new_generator(c10::DeviceIndex device);
 
-// Whether draws come from PyTorch's CPU generator instead (TRN_CPU_RNG=1), for comparisons with device "cpu".
+// Whether draws come from PyTorch's CPU generator instead, for comparisons with device "cpu". TRN_CPU_RNG=1 says so from
+// the start.
 bool cpu_rng();
+void set_cpu_rng(bool enabled);
 
 // 128 random bits for the number at (seed, counter): Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
 // 1, 2, 3", SC 2011).

@@ -130,6 +130,8 @@ void init_device(pybind11::module_& m) {
       [](c10::DeviceIndex device) { synchronize_device(device); },
       pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("_default_generator", [](c10::DeviceIndex device) { return default_generator(device); });
+  m.def("_cpu_rng", &cpu_rng);
+  m.def("_set_cpu_rng", &set_cpu_rng);
   m.def("_arena_used_bytes", [] { return Arena::exists() ? Arena::get().used_bytes() : 0; });
 }
 
