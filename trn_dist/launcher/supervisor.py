@@ -188,8 +188,11 @@ class _Run:
     def watch(self) -> int:
         """Handle events until every rank has ended; returns the exit code of the run."""
         try:
-            while not self._finished():
-                events = self.selector.select(self._meet_deadlines())
+            while True:
+                timeout_s = self._meet_deadlines()
+                if self._finished():
+                    break
+                events = self.selector.select(timeout_s)
                 # Output first: what a rank wrote before it ended is then shown before the news of its end.
                 for key, _ in events:
                     if key.data is not None:

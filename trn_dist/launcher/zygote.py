@@ -102,7 +102,12 @@ def _import(name: str) -> None:
     try:
         importlib.import_module(name)
     except BaseException as error:
-        raise LaunchError(f"importing {name} failed in {sys.prefix}: {type(error).__name__}: {error}") from None
+        cause = error
+        while (
+            cause.__cause__ is not None
+        ):  # torch hides why a device's extension does not load behind an error of its own
+            cause = cause.__cause__
+        raise LaunchError(f"importing {name} failed in {sys.prefix}: {type(cause).__name__}: {cause}") from None
     _refuse_threads(f"importing {name}")
 
 
