@@ -260,6 +260,15 @@ rank = 8
             'command line: comm.mode = "fake_backend": trn train starts real ranks; expected "default"',
         ),
         (
+            ["--checkpoint.enable", "--checkpoint.initial_load_path", "nowhere/step-0"],
+            'command line: checkpoint.initial_load_path = "nowhere/step-0": no such folder; name one step\'s, such as '
+            "checkpoint/step-0",
+        ),
+        (
+            ["--checkpoint.create_seed_checkpoint"],
+            "recipe.toml, line 14: neuron.ranks = 8: a seed checkpoint holds the whole model and is made by 1 rank",
+        ),
+        (
             ["--model.hf_assets_path", "nowhere"],
             'command line: model.hf_assets_path = "nowhere": no such folder; leave the key out for the package\'s own '
             "tokenizer",

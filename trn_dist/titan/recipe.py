@@ -421,6 +421,7 @@ class _Check:
         if model_args is not None:
             self.model_degrees(layout, model_args)
         self.data(model_args)
+        self.checkpoint()
         self.unsupported()
         if self.problems:
             raise RecipeError(self.problems)
@@ -652,6 +653,21 @@ class _Check:
                 f"its tokenizer has {tokens} tokens, but {self.config.model.name} {self.config.model.flavor} has a "
                 f"vocabulary of {rows}; take a larger flavor or a smaller tokenizer",
             )
+
+    def checkpoint(self) -> None:
+        checkpoint = self.config.checkpoint
+        if checkpoint.create_seed_checkpoint and self.config.neuron.ranks != 1:
+            self.problem("neuron.ranks", "a seed checkpoint holds the whole model and is made by 1 rank")
+        if checkpoint.create_seed_checkpoint and not checkpoint.enable:
+            self.problem("checkpoint.enable", "a seed checkpoint needs checkpoint.enable = true")
+        if checkpoint.enable and checkpoint.initial_load_path:
+            folder = Path.cwd() / checkpoint.initial_load_path
+            if folder.is_dir():
+                checkpoint.initial_load_path = str(folder)
+            else:
+                self.problem(
+                    "checkpoint.initial_load_path", "no such folder; name one step's, such as checkpoint/step-0"
+                )
 
     def unsupported(self) -> None:
         from trn_dist.titan.corpus import CORPORA

@@ -177,11 +177,16 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 def _announce(recipe: Recipe, folder: Path) -> None:
     config = recipe.config
     accumulation = f", {recipe.accumulation_steps} accumulation steps" if recipe.accumulation_steps > 1 else ""
+    if config.checkpoint.create_seed_checkpoint:
+        work = "initial weights are drawn and saved, nothing is trained"
+    else:
+        work = (
+            f"{config.training.steps} steps of {recipe.global_batch_size} x {config.training.seq_len} tokens"
+            f"{accumulation}, text: {config.training.dataset}"
+        )
+    cores = "NeuronCore" if recipe.ranks == 1 else "NeuronCores"
     print(
-        f"{config.model.name} {config.model.flavor} on {recipe.ranks} simulated NeuronCores: {recipe.layout}\n"
-        f"{config.training.steps} steps of {recipe.global_batch_size} x {config.training.seq_len} "
-        f"tokens{accumulation}, "
-        f"text: {config.training.dataset}\n"
+        f"{config.model.name} {config.model.flavor} on {recipe.ranks} simulated {cores}: {recipe.layout}\n{work}\n"
         f"run folder: {_shown_path(folder)}",
         flush=True,
     )
@@ -207,7 +212,10 @@ def _conclude(facts: dict[str, Any], folder: Path, progress: RunProgress, exit_c
 def _summarise(recipe: Recipe, folder: Path, progress: RunProgress, exit_code: int, seconds: float) -> None:
     first, last = progress.first, progress.last
     steps = recipe.config.training.steps
-    if first is None or last is None:
+    checkpoint = recipe.config.checkpoint
+    if exit_code == 0 and checkpoint.create_seed_checkpoint:
+        result = f"seed checkpoint in {_shown_path(folder / checkpoint.folder / 'step-0')}"
+    elif first is None or last is None:
         result = "no step was completed"
     elif last.step == first.step:
         result = f"loss {last.loss:.4f} in step {last.step}"
