@@ -3,8 +3,8 @@
 What a program gets:
 
 - ``init_process_group("neuron")`` serves neuron and cpu tensors both, over shared memory.
-- ``init_process_group()`` without a backend serves neuron tensors, as it serves CUDA tensors with NCCL; CPU tensors need the
-  backend to be named.
+- ``init_process_group()`` without a backend is ``init_process_group("neuron")``. On a CUDA machine it would serve CUDA
+  tensors by NCCL and no CPU tensors.
 - ``init_process_group("neuron:neuron,cpu:gloo")`` leaves CPU tensors to Gloo.
 - Programs that name another backend are left alone, and Gloo stays the default for ``cpu``.
 """
@@ -49,7 +49,28 @@ def register_backend() -> None:
 
     if "neuron" not in c10d.Backend.backend_capability[c10d.Backend.FAKE]:
         c10d.Backend.backend_capability[c10d.Backend.FAKE].append("neuron")
+    _serve_unnamed_backend(c10d)
     _serve_timeouts(c10d)
+
+
+def _serve_unnamed_backend(c10d: Any) -> None:
+    """Makes a group without a named backend a neuron group wherever neuron is the accelerator.
+
+    c10d itself would make a group for the accelerator only, call it "undefined", and take Gloo, which is not in the group, for
+    its default backend: DDP then fails.
+    """
+    original = c10d._new_process_group_helper
+
+    @functools.wraps(original)
+    def new_process_group_helper(
+        group_size: int, group_rank: int, global_ranks_in_group: list[int], backend: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        accelerator = torch._C._get_accelerator().type
+        if backend == c10d.Backend.UNDEFINED and c10d.Backend.default_device_backend_map.get(accelerator) == BACKEND:
+            backend = c10d.Backend(BACKEND)
+        return original(group_size, group_rank, global_ranks_in_group, backend, *args, **kwargs)
+
+    c10d._new_process_group_helper = new_process_group_helper
 
 
 def _serve_timeouts(c10d: Any) -> None:
