@@ -150,7 +150,7 @@ void CollectiveOperation::stage() {
   };
   // An all_to_all in place would overwrite what others have yet to read.
   const bool copy_inputs = call_.operation == Collective::AllToAll && overlap(call_.inputs, call_.outputs);
-  std::vector<uint64_t> staged_inputs(call_.inputs.size(), 0); // offset, where there is a copy
+  std::vector<uint64_t> staged_inputs(call_.inputs.size(), kNoOffset); // offset, where there is a copy
   for (size_t i = 0; i < call_.inputs.size(); ++i) {
     const Region& region = call_.inputs[i];
     if (region.nbytes == 0) {
@@ -175,7 +175,7 @@ void CollectiveOperation::stage() {
       continue;
     }
     uint64_t offset = 0;
-    if (call_.operation == Collective::AllReduce && staged_inputs[i] != 0 && call_.inputs[i].data == region.data) {
+    if (call_.operation == Collective::AllReduce && staged_inputs[i] != kNoOffset && call_.inputs[i].data == region.data) {
       offset = staged_inputs[i]; // reduced in place
     } else {
       staged_.emplace_back(region.nbytes);
@@ -205,7 +205,7 @@ void CollectiveOperation::publish(Post& post) {
   post.chunked_outputs = call_.chunked_outputs;
   post.ndim = static_cast<uint8_t>(std::min<size_t>(call_.shape.size(), kMaxShape + 1));
   std::copy_n(call_.shape.begin(), std::min<size_t>(call_.shape.size(), kMaxShape), post.shape);
-  post.spans_offset = 0;
+  post.spans_offset = kNoOffset;
   if (in_slot_) {
     std::byte* at = post.payload;
     // What does not fit is a call that disagrees with the others' (and is about to be refused).

@@ -38,6 +38,7 @@ constexpr size_t kInlineSpans = 4;
 constexpr uint64_t kChannelDepth = 16; // messages on their way from one rank to another before the sender queues them
 constexpr size_t kErrorBytes = 8192;
 constexpr int kMaxShape = 6;
+constexpr uint64_t kNoOffset = UINT64_MAX;
 
 // A run of bytes in the arena of the rank that wrote it.
 struct Span {
@@ -60,7 +61,7 @@ struct alignas(64) Post {
   bool chunked_inputs; // each input is cut in equal parts, one a rank
   bool chunked_outputs;
   uint8_t ndim; // of the first tensor, for messages
-  uint64_t spans_offset; // inputs then outputs, in the rank's arena; 0: in `spans`
+  uint64_t spans_offset; // inputs then outputs, in the rank's arena; kNoOffset: in `spans`
   alignas(64) std::byte payload[kInlineBytes];
   Span spans[kInlineSpans];
   int64_t shape[kMaxShape];

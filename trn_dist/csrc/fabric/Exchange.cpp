@@ -142,7 +142,7 @@ Exchange::Exchange(
     const Post& post = control.post(sequence, r);
     const Fabric::Peer& peer = fabric.peer(fabric_ranks[r]);
     const Span* spans = post.spans;
-    if (post.spans_offset != 0) {
+    if (post.spans_offset != kNoOffset) {
       spans = reinterpret_cast<const Span*>(peer.base + post.spans_offset);
     }
     views_.push_back({&post, peer.base, peer.size, spans});
@@ -204,7 +204,7 @@ std::optional<std::string> Exchange::out_of_bounds() const {
     const View& view = views_[r];
     const uint64_t count = static_cast<uint64_t>(view.post->num_inputs) + view.post->num_outputs;
     bool fits = true;
-    if (view.post->spans_offset != 0) {
+    if (view.post->spans_offset != kNoOffset) {
       fits = view.post->spans_offset < view.arena_bytes && view.post->spans_offset % alignof(Span) == 0 &&
           count <= (view.arena_bytes - view.post->spans_offset) / sizeof(Span);
     } else {
