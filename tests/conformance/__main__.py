@@ -1,4 +1,4 @@
-"""The whole conformance sweep with its totals: ``python -m tests.conformance [--dtype float32] [--most 3] [name ...]``.
+"""The whole conformance sweep with its totals: ``python -m tests.conformance [--dtype float32] [--most 3] [NAME ...]``.
 
 Each operator runs in a worker process that is started anew when one crashes, so that a crash is a result like any other.
 """

@@ -7,6 +7,7 @@ operators draw from PyTorch's CPU generator on both sides (as TRN_CPU_RNG=1 has 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -48,61 +49,42 @@ class Comparison:
 
 
 class Mover:
-    """Moves tensors to ``neuron`` with their geometry; tensors that share a storage still do afterwards."""
+    """Copies tensors to a device with their geometry; tensors that share a storage still do afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._device = device
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, torch.device) and value.type == "cpu":
-            return torch.device("neuron")
+            return torch.device(self._device)
         if isinstance(value, str) and value == "cpu":
-            return "neuron"
+            return self._device
         return value
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach()
         if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            moved = plain.to("neuron")
+            moved = plain.to(self._device, copy=True)
         elif tensor.is_conj():
             moved = self._tensor(plain.conj()).conj()
         elif tensor.is_neg():
             moved = torch._neg_view(self._tensor(torch._neg_view(plain)))
         elif tensor._is_zerotensor():
-            moved = plain.to("neuron")
+            moved = plain.to(self._device, copy=True)
         else:
             storage = plain.untyped_storage()
             if storage._cdata not in self._storages:
                 # The CPU's storage is kept, so that no other one can get its address.
-                fresh = torch.UntypedStorage(storage.nbytes(), device="neuron")
+                fresh = torch.UntypedStorage(storage.nbytes(), device=self._device)
                 fresh.copy_(storage)
                 self._storages[storage._cdata] = (storage, fresh)
-            moved = torch.empty(0, dtype=tensor.dtype, device="neuron")
+            moved = torch.empty(0, dtype=tensor.dtype, device=self._device)
             fresh = self._storages[storage._cdata][1]
             moved.set_(fresh, plain.storage_offset(), plain.size(), plain.stride())
         return moved.requires_grad_(tensor.requires_grad)
-
-
-def copy_of(value: Any) -> Any:
-    """A copy of the tensors in ``value`` that no operator has written to yet, geometry and sharing kept."""
-    storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-    def copy(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        plain = tensor.detach()
-        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
-            return plain.clone().requires_grad_(tensor.requires_grad)
-        storage = plain.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = (storage, storage.clone())
-        moved = torch.empty(0, dtype=tensor.dtype)
-        moved.set_(storages[storage._cdata][1], plain.storage_offset(), plain.size(), plain.stride())
-        return moved.requires_grad_(tensor.requires_grad)
-
-    return tree_map(copy, value)
 
 
 def seed_everything(seed: int = 0) -> None:
@@ -167,10 +149,8 @@ def _tensor_difference(expected: torch.Tensor, actual: Any, values: bool) -> str
     if not differing.any():
         return None
     at = int(differing.flatten().nonzero()[0])
-    return (
-        f"{int(differing.sum())} of {differing.numel()} elements differ, first {right.flatten()[at].item()!r} instead of "
-        f"{left.flatten()[at].item()!r}"
-    )
+    first = f"{right.flatten()[at].item()!r} instead of {left.flatten()[at].item()!r}"
+    return f"{int(differing.sum())} of {differing.numel()} elements differ, first {first}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,7 +165,7 @@ def samples(op: OpInfo, dtype: torch.dtype, requires_grad: bool, most: int | Non
 
 
 def compare(op: OpInfo, dtype: torch.dtype, most: int | None = None) -> Comparison:
-    """Compares the two devices on the operator's samples of ``dtype``: forward, in place, with ``out=``, and backward."""
+    """Compares the two devices on the operator's samples of ``dtype``: forward, in place, ``out=`` and backward."""
     result = Comparison()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -205,15 +185,15 @@ def compare(op: OpInfo, dtype: torch.dtype, most: int | None = None) -> Comparis
     return result
 
 
-def _compare_call(
-    result: Comparison, op: OpInfo, check: str, index: int, function: Callable, arguments: Any
-) -> Any:
+def _compare_call(result: Comparison, op: OpInfo, check: str, index: int, function: Callable, arguments: Any) -> Any:
     """Calls ``function`` on the CPU and on the device. Returns the CPU's result, None where the CPU raised."""
-    on_cpu = copy_of(arguments)
+    on_cpu = tree_map(Mover("cpu"), arguments)
     if op.name in CPU_ARGUMENTS:
-        on_neuron = (tree_map(Mover(), arguments[0]), *arguments[1:])
+        on_neuron = (tree_map(Mover("neuron"), arguments[0]), *arguments[1:])
     else:
-        on_neuron = tree_map(Mover(), arguments)
+        on_neuron = tree_map(Mover("neuron"), arguments)
+    # Some samples of factories name no device: they go to the default one.
+    default_device = "neuron" if not _on_neuron(on_neuron) else None
     seed_everything()
     try:
         expected = function(on_cpu[0], *on_cpu[1], **on_cpu[2])
@@ -222,7 +202,8 @@ def _compare_call(
     result.checks.add(check)
     seed_everything()
     try:
-        actual = function(on_neuron[0], *on_neuron[1], **on_neuron[2])
+        with torch.device(default_device) if default_device else contextlib.nullcontext():
+            actual = function(on_neuron[0], *on_neuron[1], **on_neuron[2])
         # The arguments too: an operator may write to them, and must not where the CPU's does not.
         if op.name in CPU_ARGUMENTS:
             found = difference(expected, actual)
@@ -241,7 +222,7 @@ def _with_out(op: OpInfo, expected: Any) -> Callable:
         return op.get_op()
 
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-        device = "neuron" if _on_neuron((first, args, kwargs)) else "cpu"
+        device = "neuron" if _on_neuron((first, args, kwargs)) else torch.get_default_device()
         results = []
         for kind in ("right", "empty", "strided"):
 

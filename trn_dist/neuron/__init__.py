@@ -49,7 +49,16 @@ from trn_dist.neuron.memory import (
     memory_stats_as_nested_dict as memory_stats_as_nested_dict,
 )
 from trn_dist.neuron.memory import (
+    memory_summary as memory_summary,
+)
+from trn_dist.neuron.memory import (
     reset_accumulated_memory_stats as reset_accumulated_memory_stats,
+)
+from trn_dist.neuron.memory import (
+    reset_max_memory_allocated as reset_max_memory_allocated,
+)
+from trn_dist.neuron.memory import (
+    reset_max_memory_cached as reset_max_memory_cached,
 )
 from trn_dist.neuron.memory import (
     reset_peak_memory_stats as reset_peak_memory_stats,
@@ -90,11 +99,7 @@ def init() -> None:
 
 
 def _lazy_init() -> None:
-    if _C._in_bad_fork():
-        raise RuntimeError(
-            "Cannot re-initialize neuron in forked subprocess. To use neuron with multiprocessing, you must use the "
-            "'spawn' start method"
-        )
+    _C._refuse_bad_fork()
 
 
 def _is_in_bad_fork() -> bool:

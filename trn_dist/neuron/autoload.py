@@ -6,7 +6,7 @@ memory, no thread and no socket, for launchers load it too.
 
 
 def load() -> None:
-    """Registers the backend. Called by PyTorch through the entry point ``torch.backends``; calling it again is harmless."""
+    """Registers the backend. PyTorch calls it through the entry point ``torch.backends``; a second call is harmless."""
     import torch
 
     if hasattr(torch, "neuron"):
@@ -14,9 +14,11 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend("neuron")
     from trn_dist import neuron
     from trn_dist.neuron.distributed import register_backend
+    from trn_dist.neuron.upstream import correct_all
     from trn_dist.titan.upstream_patches import install_import_hook
 
     torch._register_device_module("neuron", neuron)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     register_backend()
+    correct_all()
     install_import_hook()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -10,6 +11,66 @@ import torch
 from trn_dist import _C
 
 Device = torch.device | int | str | None
+
+
+DEFAULT_CLUSTER = "trn2.48xlarge"
+
+
+def visible_cores(cores: int) -> int:
+    """How many of a node's ``cores`` logical cores this process may use.
+
+    NEURON_RT_VISIBLE_CORES says (an index, a range such as ``0-7``, or several of both between commas), else
+    NEURON_RT_NUM_CORES, else all.
+
+    Raises:
+        ValueError: a variable names cores that the node does not have, or is no number.
+    """
+    visible = os.environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
+    if visible:
+        chosen: set[int] = set()
+        for part in visible.split(","):
+            first, _, last = part.strip().partition("-")
+            if not first.isdigit() or (last and not last.isdigit()):
+                raise ValueError(
+                    f"NEURON_RT_VISIBLE_CORES={visible!r}: {part!r} is neither a core such as 3 nor a range such as 0-7"
+                )
+            span = range(int(first), int(last or first) + 1)
+            if not span or span[-1] >= cores:
+                raise ValueError(f"NEURON_RT_VISIBLE_CORES={visible!r}: {part!r} must lie in 0 to {cores - 1}")
+            chosen.update(span)
+        return len(chosen)
+    number = os.environ.get("NEURON_RT_NUM_CORES", "").strip() or "0"
+    if not number.isdigit() or int(number) > cores:
+        raise ValueError(
+            f"NEURON_RT_NUM_CORES={number!r}: must be 1 to {cores}, the node's logical cores, or 0 for all"
+        )
+    return int(number) or cores
+
+
+def read_configuration() -> dict[str, Any]:
+    """What the devices of this process are: one node of the cluster that TRN_CLUSTER names, with LNC as
+    NEURON_LOGICAL_NC_CONFIG says (1 or 2; default the chip's own). Called at the first use of a device.
+    """
+    from trn_dist.hardware import load_cluster
+
+    lnc = (
+        os.environ.get("NEURON_LOGICAL_NC_CONFIG", "").strip()
+        or os.environ.get("NEURON_RT_VIRTUAL_CORE_SIZE", "").strip()
+    )
+    if lnc not in ("", "1", "2"):
+        raise ValueError(f"NEURON_LOGICAL_NC_CONFIG={lnc!r}: must be 1 or 2")
+    cluster = load_cluster(os.environ.get("TRN_CLUSTER") or DEFAULT_CLUSTER, lnc=int(lnc) if lnc else None)
+    policy = dataclasses.asdict(cluster.chip.allocator)
+    return {
+        "device_count": visible_cores(cluster.cores_per_node),
+        "hbm_bytes": cluster.chip.hbm_bytes_per_logical_core,
+        "name": cluster.device_name,
+        "small_limit_included": policy.pop("policy") == "cuda",
+        **policy,
+    }
+
+
+_C._set_device_config_provider(read_configuration)
 
 
 def device_index(device: Device, optional: bool = True) -> int:
@@ -43,6 +104,7 @@ def current_device() -> int:
 
 def set_device(device: Device) -> None:
     """Makes ``device`` current for the calling thread."""
+    _C._refuse_bad_fork()
     torch.accelerator.set_device_index(device_index(device))
 
 

@@ -6,6 +6,7 @@ All figures are of the modelled HBM (what the chip would have allocated), never 
 from __future__ import annotations
 
 import pickle
+import sys
 from typing import Any
 
 from trn_dist import _C
@@ -82,22 +83,116 @@ def memory_snapshot() -> list[dict[str, Any]]:
     return [segment for index in range(device_count()) for segment in _C._memory_segments(index)]
 
 
-def _record_memory_history(enabled: str | None = "all", **_: Any) -> None:
-    """Accepted so that TorchTitan's memory snapshots run; the history of allocations is not kept yet."""
+def max_memory_cached(device: Device = None) -> int:
+    """The former name of :func:`max_memory_reserved`."""
+    return max_memory_reserved(device)
+
+
+def reset_max_memory_allocated(device: Device = None) -> None:
+    """The former name of :func:`reset_peak_memory_stats`."""
+    reset_peak_memory_stats(device)
+
+
+def reset_max_memory_cached(device: Device = None) -> None:
+    """The former name of :func:`reset_peak_memory_stats`."""
+    reset_peak_memory_stats(device)
+
+
+def _size(nbytes: int) -> str:
+    for unit, bytes_of_unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(nbytes) >= bytes_of_unit:
+            return f"{nbytes / bytes_of_unit:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
+    """The statistics as a table for people: now, peak, and all that was ever allocated and freed.
+
+    Args:
+        device: the device; the current one by default.
+        abbreviated: leave the split into small and large pool out.
+    """
+    index = device_index(device)
+    stats = memory_stats(index)
+    free, total = mem_get_info(index)
+    sizes = {
+        "allocated_bytes": "Allocated memory",
+        "active_bytes": "Active memory",
+        "requested_bytes": "Requested memory",
+        "reserved_bytes": "Reserved memory",
+        "inactive_split_bytes": "Non-releasable memory",
+    }
+    counts = {
+        "allocation": "Allocations",
+        "active": "Active allocs",
+        "segment": "Reserved segments",
+        "inactive_split": "Non-releasable allocs",
+    }
+    pools = (
+        {"all": ""} if abbreviated else {"all": "", "large_pool": "from large pool", "small_pool": "from small pool"}
+    )
+    metrics = ("current", "peak", "allocated", "freed")
+    width = 24 + 4 * 15 + 1
+    rule = "|" + "-" * (width - 2) + "|"
+    title = f"Memory of neuron:{index}, {_size(total)} of HBM, {_size(free)} free"
+    events = f"out of memory: {stats['num_ooms']}, retries after freeing: {stats['num_alloc_retries']}"
+    head = "".join(f" {name:>12} |" for name in ("Now", "Peak", "Allocated", "Freed"))
+    lines = [rule, f"|{title:^{width - 2}}|", f"|{events:^{width - 2}}|", rule, f"| {'Metric':<21} |{head}"]
+    for families, text in ((sizes, _size), (counts, str)):
+        for family, name in families.items():
+            lines.append(rule)
+            for pool, pool_name in pools.items():
+                cells = "".join(f" {text(stats[f'{family}.{pool}.{metric}']):>12} |" for metric in metrics)
+                lines.append(f"| {('  ' + pool_name) if pool_name else name:<21} |{cells}")
+    return "\n".join([*lines, rule]) + "\n"
+
+
+def _record_memory_history(
+    enabled: str | None = "all",
+    context: str | None = "all",
+    stacks: str = "python",
+    max_entries: int = sys.maxsize,
+    device: Device = None,
+    clear_history: bool = False,
+    **_: Any,
+) -> None:
+    """Keeps a history of allocations with the lines of the program, for :func:`_snapshot` and out-of-memory messages.
+
+    The arguments are those of ``torch.cuda.memory._record_memory_history``, the default of ``stacks`` apart.
+
+    Args:
+        enabled: None stops and forgets, ``"state"`` keeps the lines of live memory, ``"all"`` every event as well.
+        context: whose lines are kept: None, ``"state"``, ``"alloc"`` (events of allocation too) or ``"all"``.
+        stacks: ``"python"``, or ``"all"`` for C++ frames beside Python's, which take long to be named.
+        max_entries: events that are kept of each device, the last ones.
+        device: accepted and not used: the history is kept of all devices.
+        clear_history: forget what was kept before.
+    """
     if enabled not in (None, "state", "all"):
         raise ValueError(f"enabled must be None, 'state' or 'all', not {enabled!r}")
+    levels = {None: 0, "state": 1, "alloc": 2, "all": 3}
+    if context not in levels:
+        raise ValueError(f"context must be None, 'state', 'alloc' or 'all', not {context!r}")
+    if stacks not in ("python", "all"):
+        raise ValueError(f"stacks must be 'python' or 'all', not {stacks!r}")
+    if clear_history:
+        _C._record_memory_history(False, False, 0, False, 0)
+    _C._record_memory_history(
+        enabled is not None, enabled == "all", levels[context], stacks == "all", min(max_entries, sys.maxsize)
+    )
 
 
 def _snapshot(device: Device = None) -> dict[str, Any]:
-    """The present segments in the form that PyTorch's memory visualiser reads; ``device_traces`` are empty."""
+    """Segments and history in the form that PyTorch's memory visualiser reads (pytorch.org/memory_viz)."""
     return {
         "segments": memory_snapshot(),
-        "device_traces": [[] for _ in range(device_count())],
+        "device_traces": [_C._memory_history(index) for index in range(device_count())],
         "allocator_settings": {},
         "external_annotations": [],
     }
 
 
 def _dump_snapshot(filename: str = "dump_snapshot.pickle") -> None:
+    """Writes :func:`_snapshot` to a file that pytorch.org/memory_viz opens."""
     with open(filename, "wb") as file:
         pickle.dump(_snapshot(), file)

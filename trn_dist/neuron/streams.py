@@ -9,6 +9,8 @@ import torch
 from trn_dist import _C
 from trn_dist.neuron.device import Device, current_device, device_index
 
+_DEVICE_TYPE = 20  # c10::DeviceType::PrivateUse1, which torch.Stream takes as a number
+
 
 class Stream(torch.Stream):
     """A stream of the device.
@@ -44,7 +46,7 @@ def current_stream(device: Device = None) -> Stream:
 
 def default_stream(device: Device = None) -> Stream:
     """The stream that every thread starts with."""
-    return Stream(stream_id=0, device_index=device_index(device), device_type=torch._C._autograd.DeviceType.PrivateUse1)
+    return Stream(stream_id=0, device_index=device_index(device), device_type=_DEVICE_TYPE)
 
 
 def set_stream(stream: torch.Stream | None) -> None:

@@ -1,8 +1,11 @@
 #include "device/Alias.h"
 
 #include "device/Allocator.h"
+#include "device/Arena.h"
 #include "device/Device.h"
 
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/detail/FunctionTraits.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
@@ -32,6 +35,7 @@ at::Tensor make_tensor(c10::Storage storage, c10::DispatchKey key, const c10::Te
 } // namespace
 
 at::Tensor cpu_alias(const at::Tensor& tensor) {
+  Arena::refuse_bad_fork();
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const c10::StorageImpl* storage = impl.unsafe_storage().unsafeGetStorageImpl();
   static c10::Allocator* const allocator = c10::GetCPUAllocator();
@@ -68,6 +72,60 @@ at::Tensor adopt_output(const at::Tensor& output, c10::DeviceIndex device) {
 
 at::Tensor adopt_view(const at::Tensor& output, const at::Tensor& base) {
   return make_tensor(base.storage(), c10::DispatchKey::PrivateUse1, *output.unsafeGetTensorImpl());
+}
+
+namespace {
+
+void set_parts(at::SparseTensorImpl& to, const at::SparseTensorImpl& from, at::Tensor indices, at::Tensor values) {
+  to.raw_resize_(from.sparse_dim(), from.dense_dim(), from.sizes());
+  to.set_indices_and_values_unsafe(indices, values);
+  to.set_coalesced(from.coalesced());
+}
+
+at::SparseTensorImpl& coo(const at::Tensor& tensor) {
+  return *static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+}
+
+at::SparseCsrTensorImpl& compressed(const at::Tensor& tensor) {
+  return *static_cast<at::SparseCsrTensorImpl*>(tensor.unsafeGetTensorImpl());
+}
+
+} // namespace
+
+at::Tensor map_sparse(
+    const at::Tensor& tensor,
+    c10::DeviceType device,
+    c10::function_ref<at::Tensor(const at::Tensor&)> part) {
+  const bool on_cpu = device == c10::DeviceType::CPU;
+  if (tensor.layout() == at::kSparse) {
+    const auto key = on_cpu ? c10::DispatchKey::SparseCPU : c10::DispatchKey::SparsePrivateUse1;
+    at::Tensor mapped = at::detail::make_tensor<at::SparseTensorImpl>(c10::DispatchKeySet(key), tensor.dtype());
+    const auto& from = coo(tensor);
+    set_parts(coo(mapped), from, part(from.indices()), part(from.values()));
+    return mapped;
+  }
+  const auto key = on_cpu ? c10::DispatchKey::SparseCsrCPU : c10::DispatchKey::SparseCsrPrivateUse1;
+  const auto& from = compressed(tensor);
+  const at::Tensor values = part(from.values());
+  at::Tensor mapped = at::detail::make_tensor<at::SparseCsrTensorImpl>(
+      c10::DispatchKeySet(key), values.device(), tensor.layout(), tensor.dtype());
+  compressed(mapped).set_member_tensors(
+      part(from.compressed_indices()), part(from.plain_indices()), values, from.sizes());
+  return mapped;
+}
+
+void replace_sparse(
+    const at::Tensor& original,
+    const at::Tensor& changed,
+    c10::function_ref<at::Tensor(const at::Tensor&)> part) {
+  if (original.layout() == at::kSparse) {
+    const auto& from = coo(changed);
+    set_parts(coo(original), from, part(from.indices()), part(from.values()));
+  } else {
+    const auto& from = compressed(changed);
+    compressed(original).set_member_tensors(
+        part(from.compressed_indices()), part(from.plain_indices()), part(from.values()), from.sizes());
+  }
 }
 
 void write_back(const at::Tensor& original, const at::Tensor& alias) {

@@ -4,6 +4,7 @@
 // bytes, and a neuron tensor over bytes that a CPU kernel allocated.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 namespace trn {
 
@@ -24,6 +25,17 @@ at::Tensor adopt_output(const at::Tensor& output, c10::DeviceIndex device);
 
 // A neuron tensor with the geometry of `output`, a CPU view into the alias of `base`.
 at::Tensor adopt_view(const at::Tensor& output, const at::Tensor& base);
+
+// The sparse tensor (COO or compressed) on `device` whose indices and values are those of `tensor`, each put through `part`.
+at::Tensor map_sparse(
+    const at::Tensor& tensor,
+    c10::DeviceType device,
+    c10::function_ref<at::Tensor(const at::Tensor&)> part);
+// Makes `original` the sparse tensor that `changed`, its alias, became, in place.
+void replace_sparse(
+    const at::Tensor& original,
+    const at::Tensor& changed,
+    c10::function_ref<at::Tensor(const at::Tensor&)> part);
 
 // Carries over to `original` what a kernel did to its alias beside writing elements: new sizes and a new allocation.
 void write_back(const at::Tensor& original, const at::Tensor& alias);

@@ -20,7 +20,6 @@ namespace {
 // Reserved address space, not memory: room for one core's HBM, for what CPU kernels need beside their outputs, and for
 // the fragmentation of the host's placement, which may differ from the chip's.
 constexpr uint64_t kArenaBytes = 96ULL << 30;
-constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kSmallLimit = 32 << 10; // larger blocks are whole pages and coalesce when freed
 constexpr uint64_t kSmallChunk = 256 << 10; // what small blocks are carved from
 // Pages of free ranges above this go back to the operating system. Touching them again costs about 0.6 ms a MiB, so an
@@ -28,7 +27,6 @@ constexpr uint64_t kSmallChunk = 256 << 10; // what small blocks are carved from
 constexpr uint64_t kTrimWatermark = 1ULL << 30;
 
 std::atomic<Arena*> instance{nullptr};
-std::atomic<bool> bad_fork{false};
 
 // Four classes to a doubling, the smallest 64 bytes: 64, 128, 192, 256, 320, 384, 448, 512, 640, ...
 uint32_t size_class_of(uint64_t nbytes) {
@@ -53,11 +51,17 @@ uint64_t size_of_class(uint32_t size_class) {
 Arena& Arena::get() {
   // Never destroyed: tensors may outlive every static destructor.
   static Arena* arena = new Arena();
+  refuse_bad_fork();
+  return *arena;
+}
+
+std::atomic<bool> Arena::bad_fork_{false};
+
+void Arena::throw_bad_fork() {
   TORCH_CHECK(
-      !bad_fork.load(std::memory_order_relaxed),
+      false,
       "Cannot re-initialize neuron in forked subprocess. To use neuron with multiprocessing, you must use the 'spawn' "
       "start method");
-  return *arena;
 }
 
 bool Arena::exists() {
@@ -67,10 +71,6 @@ bool Arena::exists() {
 bool Arena::owns(const void* ptr) {
   const Arena* arena = instance.load(std::memory_order_acquire);
   return arena != nullptr && arena->contains(ptr);
-}
-
-bool Arena::in_bad_fork() {
-  return bad_fork.load(std::memory_order_relaxed);
 }
 
 Arena::Arena() : size_(kArenaBytes), free_small_(size_class_of(kSmallLimit) + 1) {
@@ -94,18 +94,18 @@ Arena::Arena() : size_(kArenaBytes), free_small_(size_class_of(kSmallLimit) + 1)
       std::strerror(errno),
       "); is the address space limited (ulimit -v)?");
   base_ = static_cast<std::byte*>(address);
-  void* blocks = mmap(
+  void* pages = mmap(
       nullptr,
-      size_ / kAlignment * sizeof(Block*),
+      size_ / kPageBytes * sizeof(Page),
       PROT_READ | PROT_WRITE,
       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
       -1,
       0);
-  TORCH_CHECK(blocks != MAP_FAILED, "neuron: cannot map the HBM arena's index (mmap: ", std::strerror(errno), ")");
-  block_table_ = static_cast<Block**>(blocks);
+  TORCH_CHECK(pages != MAP_FAILED, "neuron: cannot map the HBM arena's index (mmap: ", std::strerror(errno), ")");
+  pages_ = static_cast<Page*>(pages);
   give_range(0, size_);
   freed_since_trim_ = 0;
-  pthread_atfork(nullptr, nullptr, [] { bad_fork.store(true, std::memory_order_relaxed); });
+  pthread_atfork(nullptr, nullptr, [] { bad_fork_.store(true, std::memory_order_relaxed); });
   instance.store(this, std::memory_order_release);
 }
 
@@ -171,12 +171,15 @@ Arena::Block* Arena::allocate(uint64_t nbytes) {
       const uint64_t size = size_of_class(size_class);
       const uint64_t count = kSmallChunk / size;
       const uint64_t offset = take_range(kSmallChunk);
+      // Kept for good: small blocks keep their address.
+      auto* chunk = new Chunk{offset, size, new Block[count]};
+      for (uint64_t page = 0; page < kSmallChunk / kPageBytes; ++page) {
+        pages_[offset / kPageBytes + page] = Page{chunk, nullptr};
+      }
       // Pushed from the top, so that the list hands out ascending addresses.
       for (uint64_t i = count; i-- > 0;) {
-        Block* fresh = new_block();
-        *fresh = Block{offset + i * size, size, size_class, -1, nullptr};
-        block_table_[fresh->offset / kAlignment] = fresh;
-        free_list.push_back(fresh);
+        chunk->blocks[i] = Block{offset + i * size, size, size_class, -1, nullptr};
+        free_list.push_back(chunk->blocks + i);
       }
     }
     block = free_list.back();
@@ -186,7 +189,7 @@ Arena::Block* Arena::allocate(uint64_t nbytes) {
     const uint64_t offset = take_range(size);
     block = new_block();
     *block = Block{offset, size, kLarge, -1, nullptr};
-    block_table_[offset / kAlignment] = block;
+    pages_[offset / kPageBytes] = Page{nullptr, block};
   }
   used_bytes_ += block->size;
   return block;

@@ -5,6 +5,9 @@
 //
 // Where a tensor lies here is the host's business. What the chip would have allocated is kept in the Ledger.
 
+#include <c10/macros/Macros.h>
+
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -31,7 +34,15 @@ class Arena {
   // Whether get() has been called in this process (or in the parent, for a forked child).
   static bool exists();
   // Whether this process is a forked child that inherited an arena. Such a child may drop tensors but not use them.
-  static bool in_bad_fork();
+  static bool in_bad_fork() {
+    return bad_fork_.load(std::memory_order_relaxed);
+  }
+  // Throws what CUDA says in that case, which is what programs and people know.
+  static void refuse_bad_fork() {
+    if (C10_UNLIKELY(in_bad_fork())) {
+      throw_bad_fork();
+    }
+  }
 
   // Whether `ptr` lies in this process's arena (for a forked child: its parent's); false when there is none.
   static bool owns(const void* ptr);
@@ -59,7 +70,9 @@ class Arena {
 
   // The block that begins at `ptr`, which must have been handed out.
   Block* block_at(const void* ptr) const {
-    return block_table_[offset_of(ptr) / kAlignment];
+    const uint64_t offset = offset_of(ptr);
+    const Page& page = pages_[offset / kPageBytes];
+    return page.chunk == nullptr ? page.block : page.chunk->blocks + (offset - page.chunk->offset) / page.chunk->block_size;
   }
 
   // nbytes > 0; aligned to 64 bytes. Fresh memory reads as zero, reused memory as whatever it held.
@@ -74,8 +87,22 @@ class Arena {
  private:
   Arena();
 
+  // Memory that small blocks of one size are carved from.
+  struct Chunk {
+    uint64_t offset; // bytes from the arena's base
+    uint64_t block_size;
+    Block* blocks;
+  };
+  // What lies at a page: small blocks of a chunk, or the beginning of a large block.
+  struct Page {
+    Chunk* chunk;
+    Block* block;
+  };
+
   static constexpr uint32_t kLarge = UINT32_MAX;
-  static constexpr uint64_t kAlignment = 64;
+  static constexpr uint64_t kPageBytes = 4096;
+  [[noreturn]] static void throw_bad_fork();
+  static std::atomic<bool> bad_fork_;
   Block* new_block();
   uint64_t take_range(uint64_t nbytes);
   void give_range(uint64_t offset, uint64_t size);
@@ -84,7 +111,7 @@ class Arena {
   std::byte* base_ = nullptr;
   uint64_t size_ = 0;
   int fd_ = -1;
-  Block** block_table_ = nullptr; // by offset / kAlignment; reserved like the arena and as little touched
+  Page* pages_ = nullptr; // reserved like the arena and as little touched
   mutable std::mutex mutex_;
   uint64_t used_bytes_ = 0;
   uint64_t freed_since_trim_ = 0; // bytes in free ranges that may still hold pages

@@ -9,8 +9,12 @@
 #include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
 
 namespace trn {
 
@@ -18,7 +22,9 @@ namespace {
 
 using at::Tensor;
 
-// What the CPU would choose, so that the numbers are the CPU's: its flash kernel, or plain operators.
+// What the CPU would choose, so that the numbers are the CPU's: its flash kernel, or plain operators. One case more goes
+// to the flash kernel: values of another size than queries and keys, whose numbers then differ from the CPU's by rounding.
+// On a chip, too, that case (multi-head latent attention) takes no T×T matrix.
 int64_t fused_sdp_choice(
     const Tensor& query,
     const Tensor& key,
@@ -28,10 +34,22 @@ int64_t fused_sdp_choice(
     bool is_causal,
     std::optional<double> scale,
     bool enable_gqa) {
+  // Equal sizes, for the question alone.
+  const bool sizes_differ = query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && query.size(3) == key.size(3) &&
+      key.size(3) != value.size(3) && value.size(3) > 0;
   const auto choice = static_cast<sdp::SDPBackend>(at::native::_fused_sdp_choice_cpp(
-      query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa));
+      query, key, sizes_differ ? key : value, attn_mask, dropout_p, is_causal, scale, enable_gqa));
   return static_cast<int64_t>(
       choice == sdp::SDPBackend::flash_attention ? sdp::SDPBackend::efficient_attention : choice);
+}
+
+// Zeros behind the last dimension, up to `size`: they change no dot product.
+Tensor padded(const Tensor& tensor, int64_t size) {
+  return tensor.size(3) == size ? tensor : at::constant_pad_nd(tensor, {0, size - tensor.size(3)});
+}
+
+Tensor unpadded(const Tensor& tensor, int64_t size) {
+  return tensor.size(3) == size ? tensor : tensor.narrow(3, 0, size);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(
@@ -43,11 +61,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(
     double dropout_p,
     bool is_causal,
     std::optional<double> scale) {
+  const int64_t size = std::max(query.size(3), value.size(3));
   auto [output, log_sumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
-      query, key, value, dropout_p, is_causal, attn_bias, scale);
+      padded(query, size),
+      padded(key, size),
+      padded(value, size),
+      dropout_p,
+      is_causal,
+      attn_bias,
+      scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3)))));
   // The state of the dropout that this kernel does not have.
   const Tensor seed = at::empty({}, at::TensorOptions().dtype(at::kLong).device(query.device()));
-  return {std::move(output), std::move(log_sumexp), seed, seed};
+  return {unpadded(output, value.size(3)), std::move(log_sumexp), seed, seed};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
@@ -69,18 +94,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
       !grad_input_mask[3], "neuron: fused attention has no gradient for its mask; use sdpa_kernel(SDPBackend.MATH)");
+  const int64_t size = std::max(query.size(3), value.size(3));
   auto [grad_query, grad_key, grad_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      grad_out,
-      query,
-      key,
-      value,
-      out,
+      padded(grad_out, size),
+      padded(query, size),
+      padded(key, size),
+      padded(value, size),
+      padded(out, size),
       log_sumexp,
       dropout_p,
       is_causal,
       attn_bias.defined() ? std::optional<Tensor>(attn_bias) : std::nullopt,
-      scale);
-  return {std::move(grad_query), std::move(grad_key), std::move(grad_value), Tensor()};
+      scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3)))));
+  return {
+      unpadded(grad_query, query.size(3)), unpadded(grad_key, key.size(3)), unpadded(grad_value, value.size(3)), Tensor()};
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

@@ -3,32 +3,98 @@
 #include <c10/util/Exception.h>
 
 #include <atomic>
+#include <bit>
+#include <mutex>
 
 namespace trn {
 
 namespace {
 
-DeviceConfig& mutable_config() {
-  static auto* config = new DeviceConfig();
-  return *config;
+struct Configuration {
+  std::mutex mutex;
+  std::function<DeviceConfig()> provider;
+  DeviceConfig config;
+  std::string error; // why there is none
+};
+
+Configuration& configuration() {
+  static auto* instance = new Configuration();
+  return *instance;
 }
 
+std::atomic<bool> configured{false};
 std::atomic<bool> config_frozen{false};
 thread_local c10::DeviceIndex tls_device = 0;
 
 } // namespace
 
-const DeviceConfig& device_config() {
-  return mutable_config();
-}
+namespace {
 
-void set_device_config(DeviceConfig config) {
-  TORCH_CHECK(!config_frozen, "neuron: the device configuration cannot change once a device has been used");
+void check_config(const DeviceConfig& config) {
   TORCH_CHECK_VALUE(
       config.device_count >= 1 && config.device_count <= 128,
       "neuron: a node has 1 to 128 logical cores (PyTorch's device index is 8 bits wide), not ",
       config.device_count);
-  mutable_config() = std::move(config);
+  const SegmentPolicy& policy = config.policy;
+  TORCH_CHECK_VALUE(
+      policy.min_block > 0 && policy.min_block % 256 == 0 && std::popcount(policy.classes_per_doubling) <= 1,
+      "neuron: the allocator's min_block_bytes must be a multiple of 256 and its classes_per_doubling a power of two "
+      "or 0, not ",
+      policy.min_block,
+      " and ",
+      policy.classes_per_doubling);
+}
+
+// Not under the lock: the provider may wait for the GIL, whose holder may wait here. Two threads may both ask; the first
+// answer stands.
+void configure() noexcept {
+  DeviceConfig config;
+  std::string error;
+  try {
+    std::function<DeviceConfig()> provider;
+    {
+      std::lock_guard<std::mutex> guard(configuration().mutex);
+      provider = configuration().provider;
+    }
+    if (provider) {
+      config = provider();
+    }
+    check_config(config);
+  } catch (const c10::Error& exception) {
+    error = exception.what_without_backtrace();
+  } catch (const std::exception& exception) {
+    error = exception.what();
+  }
+  std::lock_guard<std::mutex> guard(configuration().mutex);
+  if (!configured) {
+    configuration().config = std::move(config);
+    configuration().config.device_count = error.empty() ? configuration().config.device_count : 0;
+    configuration().error = std::move(error);
+    configured.store(true, std::memory_order_release);
+  }
+}
+
+} // namespace
+
+const DeviceConfig& device_config() {
+  if (C10_UNLIKELY(!configured.load(std::memory_order_acquire))) {
+    configure();
+  }
+  return configuration().config;
+}
+
+void set_device_config_provider(std::function<DeviceConfig()> provider) {
+  std::lock_guard<std::mutex> guard(configuration().mutex);
+  configuration().provider = std::move(provider);
+}
+
+void set_device_config(DeviceConfig config) {
+  TORCH_CHECK(!config_frozen, "neuron: the device configuration cannot change once a device has been used");
+  check_config(config);
+  std::lock_guard<std::mutex> guard(configuration().mutex);
+  configuration().config = std::move(config);
+  configuration().error.clear();
+  configured.store(true, std::memory_order_release);
 }
 
 void freeze_device_config() {
@@ -44,6 +110,7 @@ c10::DeviceIndex current_device() noexcept {
 }
 
 void check_device(c10::DeviceIndex device) {
+  TORCH_CHECK_VALUE(device_config().device_count > 0, "neuron: there is no device: ", configuration().error);
   TORCH_CHECK(
       device >= 0 && device < device_count(),
       "neuron: invalid device ordinal ",

@@ -6,6 +6,7 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 namespace trn {
@@ -14,11 +15,14 @@ inline constexpr c10::DeviceType kNeuron = c10::DeviceType::PrivateUse1;
 
 // How the chip's runtime hands out HBM. Sizes in bytes.
 struct SegmentPolicy {
+  bool small_limit_included = false; // whether a request of exactly small_limit does, too
   uint64_t small_limit = 1ULL << 20; // requests below it come from the small pool
   uint64_t small_segment = 2ULL << 20; // size of a segment of the small pool
   uint64_t large_segment = 32ULL << 20; // size of a segment of the large pool that several requests share
   uint64_t unrounded_limit = 16ULL << 20; // requests from here on get a segment of their own size
-  uint64_t min_block = 256; // requests are rounded up to size classes, the smallest of which this is
+  uint64_t min_block = 256; // requests are rounded up to size classes, the smallest of which this is; a multiple of 256
+  uint64_t classes_per_doubling = 4; // a power of two; 0 rounds to multiples of min_block
+  uint64_t segment_granule = 2ULL << 20; // segments of a request of their own are rounded up to multiples of it
 };
 
 struct DeviceConfig {
@@ -28,9 +32,12 @@ struct DeviceConfig {
   SegmentPolicy policy;
 };
 
+// Asks the provider at the first call. When that fails there are no devices, and check_device says why.
 const DeviceConfig& device_config();
 // Throws when a device was used already.
 void set_device_config(DeviceConfig config);
+// Who knows the configuration (Python: the cluster's file and the environment). It may take the GIL.
+void set_device_config_provider(std::function<DeviceConfig()> provider);
 // Called by whatever uses a device's memory, so that a late set_device_config is refused.
 void freeze_device_config();
 

@@ -6,6 +6,7 @@
 #include "device/Generator.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/SparseCsrTensorUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
@@ -15,6 +16,7 @@
 #include <array>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_set>
 
 // [Note: the road of an operator]
@@ -26,6 +28,12 @@
 namespace trn {
 
 namespace {
+
+// The keys under which sparse tensors arrive, and those of the kernels that they are handed to.
+constexpr std::array<std::pair<c10::DispatchKey, c10::DispatchKey>, 2> kSparseKeys = {{
+    {c10::DispatchKey::SparseCPU, c10::DispatchKey::SparsePrivateUse1},
+    {c10::DispatchKey::SparseCsrCPU, c10::DispatchKey::SparseCsrPrivateUse1},
+}};
 
 struct OperatorInfo {
   size_t num_arguments = 0;
@@ -54,12 +62,20 @@ const std::unordered_set<std::string>& mixed_operators() {
       "aten::_amp_update_scale_",
       "aten::lstm",
       "aten::repeat_interleave",
+      "aten::copy_", // of sparse tensors; that of dense ones is native
+      "aten::copy_sparse_to_sparse_",
   };
   return names;
 }
 
-// Compositions that pick among kernels by the device they see: taken whole to the CPU, they pick what the CPU would.
-constexpr std::array<const char*, 2> kComposedOnCpu = {"aten::convolution", "aten::convolution_backward"};
+// Compositions that pick among kernels by the device they see, or refuse devices that they do not know: taken whole to
+// the CPU, they pick what the CPU would.
+constexpr std::array<std::string_view, 4> kComposedOnCpu = {
+    "aten::convolution",
+    "aten::convolution_backward",
+    "aten::conj_physical_",
+    "aten::mode.values",
+};
 
 OperatorInfo make_info(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
@@ -161,7 +177,12 @@ class Call {
 
   void replace_returns() {
     for (const Aliased& aliased : aliased_) {
-      if (aliased.written) {
+      if (!aliased.written) {
+        continue;
+      }
+      if (C10_UNLIKELY(aliased.original.layout() != at::kStrided)) {
+        replace_sparse(aliased.original, aliased.alias, [&](const at::Tensor& part) { return turn(part); });
+      } else {
         write_back(aliased.original, aliased.alias);
       }
     }
@@ -207,6 +228,12 @@ class Call {
  private:
   const at::Tensor& alias_of(const at::Tensor& tensor, bool written) {
     set_device(tensor.device().index());
+    if (C10_UNLIKELY(tensor.layout() != at::kStrided)) {
+      // Its parts first: what the kernel returns of them is found by their storages.
+      at::Tensor alias = map_sparse(tensor, c10::DeviceType::CPU, [&](const at::Tensor& part) { return alias_of(part, false); });
+      aliased_.push_back({tensor, std::move(alias), written});
+      return aliased_.back().alias;
+    }
     // Arguments that share memory must share the alias's storage too: kernels look there for overlap. Long lists are of
     // parameters and the like, which do not; only the first few tensors are compared.
     const size_t compared = std::min<size_t>(aliased_.size(), 8);
@@ -215,7 +242,7 @@ class Call {
         aliased_.push_back({tensor, aliased_[i].alias, written});
         return aliased_.back().alias;
       }
-      if (aliased_[i].original.storage().is_alias_of(tensor.storage())) {
+      if (aliased_[i].original.has_storage() && aliased_[i].original.storage().is_alias_of(tensor.storage())) {
         aliased_.push_back({tensor, cpu_alias(tensor, aliased_[i].alias.storage()), written});
         return aliased_.back().alias;
       }
@@ -286,16 +313,36 @@ class Call {
 
   // The neuron tensor for a tensor that the kernel returned.
   at::Tensor turn(const at::Tensor& tensor) {
-    if (!tensor.has_storage() || !tensor.device().is_cpu()) {
+    if (C10_UNLIKELY(!tensor.has_storage())) {
+      return turn_without_storage(tensor);
+    }
+    if (!tensor.device().is_cpu()) {
       return tensor;
     }
     const auto* storage = tensor.storage().unsafeGetStorageImpl();
     for (const Aliased& aliased : aliased_) {
-      if (aliased.alias.storage().unsafeGetStorageImpl() == storage) {
+      if (aliased.alias.has_storage() && aliased.alias.storage().unsafeGetStorageImpl() == storage) {
         return aliased.alias.is_same(tensor) ? aliased.original : adopt_view(tensor, aliased.original);
       }
     }
     return adopt_output(tensor, device_);
+  }
+
+  at::Tensor turn_without_storage(const at::Tensor& tensor) {
+    for (const Aliased& aliased : aliased_) {
+      if (aliased.alias.is_same(tensor)) {
+        return aliased.original;
+      }
+    }
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        tensor.is_sparse() || at::sparse_csr::is_sparse_compressed(tensor),
+        "neuron: ",
+        op_.operator_name(),
+        " gives a tensor of a kind that the device does not hold: ",
+        tensor.toString(),
+        " of layout ",
+        tensor.layout());
+    return map_sparse(tensor, kNeuron, [&](const at::Tensor& part) { return turn(part); });
   }
 
   const c10::OperatorHandle& op_;
@@ -361,11 +408,17 @@ class LentGenerator {
 
 } // namespace
 
-void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  static const c10::DispatchKeySet cpu_keys(c10::DispatchKey::CPU);
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  c10::DispatchKey cpu_key = c10::DispatchKey::CPU;
+  for (const auto& [sparse_cpu_key, key] : kSparseKeys) {
+    if (C10_UNLIKELY(keys.has(key))) {
+      cpu_key = sparse_cpu_key;
+    }
+  }
+  const c10::DispatchKeySet cpu_keys(cpu_key);
   const OperatorInfo& info = info_of(op);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+      op.hasComputedKernelForDispatchKey(cpu_key),
       "neuron: operator ",
       op.operator_name(),
       " has no kernel for device neuron, and none for cpu that it could use instead");
@@ -393,27 +446,41 @@ void register_fallback_over_decompositions() {
         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   };
   auto composed_on_cpu = [](const c10::OperatorName& name) {
-    return name.overload_name.empty() &&
-        std::find(kComposedOnCpu.begin(), kComposedOnCpu.end(), name.name) != kComposedOnCpu.end();
+    const std::string full_name = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+    return std::find(kComposedOnCpu.begin(), kComposedOnCpu.end(), full_name) != kComposedOnCpu.end();
   };
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
     if (!op.has_value() || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
       continue;
     }
-    if ((op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && has_decomposition(*op)) || composed_on_cpu(name)) {
+    auto use_fallback = [&](c10::DispatchKey key) {
       registrations->push_back(dispatcher.registerImpl(
           name,
-          c10::DispatchKey::PrivateUse1,
+          key,
           c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
           std::nullopt,
           nullptr,
           "trn_dist: CPU kernel over the same memory"));
+    };
+    if ((op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && has_decomposition(*op)) || composed_on_cpu(name)) {
+      use_fallback(c10::DispatchKey::PrivateUse1);
+    }
+    for (const auto& [cpu_key, key] : kSparseKeys) {
+      if (op->hasKernelForDispatchKey(cpu_key) && has_decomposition(*op)) {
+        use_fallback(key);
+      }
     }
   }
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 

@@ -1,5 +1,7 @@
 #include "device/Ledger.h"
 
+#include "device/Arena.h"
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -16,19 +18,19 @@ using c10::CachingAllocator::StatArray;
 using c10::CachingAllocator::StatType;
 
 constexpr uint64_t kGranule = 256; // sizes and offsets are multiples of it
-constexpr uint64_t kSegmentGranule = 2ULL << 20;
 // Where the modelled address space of a device begins. Not zero, so that an address is never mistaken for null.
 constexpr uint64_t kFirstAddress = 1ULL << 40;
 
 std::array<std::atomic<Ledger*>, 128> ledgers{};
 
-// Size classes: four to a doubling, as many allocators have them; multiples of `unit` below four units.
-uint64_t round_to_class(uint64_t nbytes, uint64_t unit) {
+// Size classes, `classes` (a power of two) to a doubling; plain multiples of `unit` below that many units, and everywhere
+// when there are no classes.
+uint64_t round_to_class(uint64_t nbytes, uint64_t unit, uint64_t classes) {
   const uint64_t units = (nbytes + unit - 1) / unit;
-  if (units <= 4) {
+  if (classes == 0 || units <= classes) {
     return units * unit;
   }
-  const int shift = std::bit_width(units - 1) - 3;
+  const int shift = std::bit_width(units - 1) - std::bit_width(classes);
   return (((units - 1) >> shift) + 1) * unit << shift;
 }
 
@@ -74,6 +76,7 @@ Ledger::Ledger(c10::DeviceIndex device)
       next_address_(kFirstAddress) {}
 
 Ledger& Ledger::of(c10::DeviceIndex device) {
+  Arena::refuse_bad_fork();
   Ledger* ledger = ledgers[device].load(std::memory_order_acquire);
   if (C10_UNLIKELY(ledger == nullptr)) {
     check_device(device);
@@ -206,7 +209,8 @@ Ledger::Block* Ledger::take_free(Pool& pool, uint64_t size) {
 Ledger::Block* Ledger::new_segment(Pool& pool, uint64_t size) {
   const uint64_t shared = pool.small ? policy_.small_segment : policy_.large_segment;
   const uint64_t segment_size =
-      size >= policy_.unrounded_limit ? round_up(size, kSegmentGranule) : std::max(shared, round_up(size, kSegmentGranule));
+      size >= policy_.unrounded_limit ? round_up(size, policy_.segment_granule)
+                                      : std::max(shared, round_up(size, policy_.segment_granule));
   if (static_cast<uint64_t>(total_of(stats_.reserved_bytes)) + segment_size > limit_bytes_) {
     return nullptr;
   }
@@ -224,14 +228,17 @@ Ledger::Block* Ledger::new_segment(Pool& pool, uint64_t size) {
   increase(stats_.segment, pool.small, 1);
   increase(stats_.reserved_bytes, pool.small, segment_size);
   stats_.num_device_alloc += 1;
+  record(MemoryAction::kSegmentAlloc, block->segment->address, segment_size, pool.stream, nullptr);
   return take_free(pool, size);
 }
 
 Ledger::Block* Ledger::allocate(uint64_t nbytes, int64_t stream) {
-  const uint64_t size = nbytes >= policy_.unrounded_limit ? round_up(nbytes, kGranule)
-                                                          : round_to_class(nbytes, policy_.min_block);
-  std::lock_guard<std::mutex> guard(mutex_);
-  const bool small = nbytes < policy_.small_limit;
+  const uint64_t size = nbytes >= policy_.unrounded_limit
+      ? round_up(nbytes, policy_.min_block)
+      : round_to_class(nbytes, policy_.min_block, policy_.classes_per_doubling);
+  Context context = context_for(ContextLevel::kState);
+  std::unique_lock<std::mutex> lock(mutex_);
+  const bool small = nbytes < policy_.small_limit || (policy_.small_limit_included && nbytes == policy_.small_limit);
   Pool& pool = pool_of(small, stream);
   Block* block = take_free(pool, size);
   if (block == nullptr) {
@@ -243,7 +250,8 @@ Ledger::Block* Ledger::allocate(uint64_t nbytes, int64_t stream) {
     block = new_segment(pool, size);
     if (block == nullptr) {
       stats_.num_ooms += 1;
-      throw_out_of_memory(nbytes);
+      record(MemoryAction::kOutOfMemory, limit_bytes_ - std::min(limit_bytes_, reserved_bytes_locked()), nbytes, stream, context);
+      throw_out_of_memory(nbytes, std::move(lock));
     }
   }
   block->free = false;
@@ -253,11 +261,32 @@ Ledger::Block* Ledger::allocate(uint64_t nbytes, int64_t stream) {
   increase(stats_.allocated_bytes, small, block->size);
   increase(stats_.active_bytes, small, block->size);
   increase(stats_.requested_bytes, small, nbytes);
+  if (C10_UNLIKELY(history_enabled.load(std::memory_order_relaxed))) {
+    record(
+        MemoryAction::kAlloc,
+        block->segment->address + block->offset,
+        nbytes,
+        stream,
+        history_settings().context >= ContextLevel::kAlloc ? context : nullptr);
+    block->context = std::move(context);
+  }
   return block;
 }
 
+void Ledger::record(MemoryAction action, uint64_t address, uint64_t size, int64_t stream, const Context& context) {
+  if (C10_UNLIKELY(history_enabled.load(std::memory_order_relaxed))) {
+    history_.record(action, address, size, stream, context);
+  }
+}
+
 void Ledger::release(Block* block) {
+  const Context context = context_for(ContextLevel::kAll);
   std::lock_guard<std::mutex> guard(mutex_);
+  for (const auto action : {MemoryAction::kFreeRequested, MemoryAction::kFreeCompleted}) {
+    record(
+        action, block->segment->address + block->offset, block->requested, block->segment->pool->stream, context);
+  }
+  block->context.reset();
   const bool small = block->segment->pool->small;
   decrease(stats_.allocation, small, 1);
   decrease(stats_.active, small, 1);
@@ -296,6 +325,7 @@ void Ledger::release_free_segments() {
     decrease(stats_.segment, small, 1);
     decrease(stats_.reserved_bytes, small, segment->size);
     stats_.num_device_free += 1;
+    record(MemoryAction::kSegmentFree, segment->address, segment->size, segment->pool->stream, nullptr);
     segment.reset();
   }
   std::erase(segments_, nullptr);
@@ -313,10 +343,34 @@ void Ledger::set_memory_fraction(double fraction) {
   limit_bytes_ = static_cast<uint64_t>(fraction * static_cast<double>(total_bytes_));
 }
 
-void Ledger::throw_out_of_memory(uint64_t nbytes) {
+void Ledger::throw_out_of_memory(uint64_t nbytes, std::unique_lock<std::mutex> lock) {
+  constexpr size_t kNamed = 5; // of the live tensors, the biggest
   const auto allocated = static_cast<uint64_t>(total_of(stats_.allocated_bytes));
   const auto reserved = static_cast<uint64_t>(total_of(stats_.reserved_bytes));
   const uint64_t largest = largest_free_block_locked();
+  std::vector<std::pair<uint64_t, Context>> live; // bytes asked for, and where
+  for (const auto& segment : segments_) {
+    for (const Block* block = segment->first; block != nullptr; block = block->right) {
+      if (!block->free) {
+        live.emplace_back(block->requested, block->context);
+      }
+    }
+  }
+  lock.unlock();
+  std::stable_sort(live.begin(), live.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::string biggest;
+  for (size_t i = 0; i < std::min(kNamed, live.size()); ++i) {
+    const std::string line = line_of(live[i].second);
+    biggest += c10::str(i == 0 ? "" : ", ", format_size(live[i].first), line.empty() ? "" : " (" + line + ")");
+  }
+  if (!live.empty()) {
+    biggest = c10::str(
+        " The biggest of ",
+        live.size(),
+        " live storages: ",
+        biggest,
+        history_enabled.load() ? "." : "; torch.neuron.memory._record_memory_history() makes this message name where they were made.");
+  }
   const std::string limit = limit_bytes_ == total_bytes_
       ? ""
       : c10::str(" (", format_size(limit_bytes_), " allowed by set_per_process_memory_fraction)");
@@ -331,14 +385,16 @@ void Ledger::throw_out_of_memory(uint64_t nbytes) {
       format_size(total_bytes_),
       limit,
       " of which ",
-      format_size(limit_bytes_ - reserved),
+      format_size(limit_bytes_ > reserved ? limit_bytes_ - reserved : 0),
       " is free. ",
       format_size(allocated),
       " is allocated by PyTorch, and ",
       format_size(reserved - allocated),
       " is reserved by PyTorch but unallocated; the largest free block is ",
       format_size(largest),
-      ". This is the modelled HBM of one logical NeuronCore, not memory of this machine.");
+      ".",
+      biggest,
+      " This is the modelled HBM of one logical NeuronCore, not memory of this machine.");
 }
 
 uint64_t Ledger::largest_free_block_locked() const {
@@ -363,9 +419,13 @@ c10::CachingDeviceAllocator::DeviceStats Ledger::stats() const {
   return stats_;
 }
 
+uint64_t Ledger::reserved_bytes_locked() const {
+  return static_cast<uint64_t>(total_of(stats_.reserved_bytes));
+}
+
 uint64_t Ledger::reserved_bytes() const {
   std::lock_guard<std::mutex> guard(mutex_);
-  return static_cast<uint64_t>(total_of(stats_.reserved_bytes));
+  return reserved_bytes_locked();
 }
 
 namespace {
@@ -408,11 +468,27 @@ std::vector<Ledger::SegmentRecord> Ledger::snapshot() const {
   for (const auto& segment : segments_) {
     SegmentRecord record{segment->address, segment->size, segment->pool->stream, segment->pool->small, {}};
     for (const Block* block = segment->first; block != nullptr; block = block->right) {
-      record.blocks.push_back({segment->address + block->offset, block->size, block->requested, block->free});
+      record.blocks.push_back(
+          {segment->address + block->offset, block->size, block->requested, block->free, block->context});
     }
     records.push_back(std::move(record));
   }
   return records;
+}
+
+std::vector<MemoryEvent> Ledger::history() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return {history_.events().begin(), history_.events().end()};
+}
+
+void Ledger::clear_history() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  history_.clear();
+  for (const auto& segment : segments_) {
+    for (Block* block = segment->first; block != nullptr; block = block->right) {
+      block->context.reset();
+    }
+  }
 }
 
 } // namespace trn

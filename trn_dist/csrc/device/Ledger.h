@@ -10,6 +10,7 @@
 // which costs the same however many blocks are free.
 
 #include "device/Device.h"
+#include "device/History.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
 
@@ -38,6 +39,7 @@ class Ledger {
     Block* right = nullptr;
     Block* previous_free = nullptr; // neighbours in the pool's list of free blocks
     Block* next_free = nullptr;
+    Context context; // where it was allocated, when the history is kept
   };
 
   struct Segment {
@@ -85,6 +87,7 @@ class Ledger {
   struct BlockRecord {
     uint64_t address, size, requested;
     bool free;
+    Context context;
   };
   struct SegmentRecord {
     uint64_t address, size;
@@ -93,6 +96,8 @@ class Ledger {
     std::vector<BlockRecord> blocks;
   };
   std::vector<SegmentRecord> snapshot() const;
+  std::vector<MemoryEvent> history() const;
+  void clear_history();
 
  private:
   Pool& pool_of(bool small, int64_t stream);
@@ -102,7 +107,10 @@ class Ledger {
   Block* new_segment(Pool& pool, uint64_t size);
   void release_free_segments();
   uint64_t largest_free_block_locked() const;
-  [[noreturn]] void throw_out_of_memory(uint64_t nbytes);
+  uint64_t reserved_bytes_locked() const;
+  // Lets go of the lock first: the message names lines of the program, which needs the GIL.
+  [[noreturn]] void throw_out_of_memory(uint64_t nbytes, std::unique_lock<std::mutex> lock);
+  void record(MemoryAction action, uint64_t address, uint64_t size, int64_t stream, const Context& context);
   Block* make_block();
 
   const c10::DeviceIndex device_;
@@ -116,6 +124,7 @@ class Ledger {
   std::vector<std::unique_ptr<Segment>> segments_; // in order of creation, which is that of address
   std::vector<Block*> spare_blocks_;
   c10::CachingDeviceAllocator::DeviceStats stats_;
+  History history_;
 };
 
 } // namespace trn

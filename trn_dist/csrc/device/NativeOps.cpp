@@ -6,17 +6,24 @@
 #include "device/Device.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/Context.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/ResizeCommon.h>
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_efficientzerotensor_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/copy_native.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
 
 namespace trn {
 
@@ -36,6 +43,19 @@ void check_options(std::optional<at::Layout> layout, std::optional<bool> pin_mem
   TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
 }
 
+// torch.use_deterministic_algorithms: fresh memory is NaN, or the largest integer, so that reading it shows.
+bool fills_fresh_memory() {
+  return at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory();
+}
+
+Tensor filled_if_deterministic(Tensor tensor) {
+  if (C10_UNLIKELY(fills_fresh_memory())) {
+    Tensor alias = cpu_alias(tensor);
+    at::native::fill_empty_deterministic_(alias);
+  }
+  return tensor;
+}
+
 Tensor empty_memory_format(
     c10::IntArrayRef size,
     std::optional<at::ScalarType> dtype,
@@ -45,8 +65,8 @@ Tensor empty_memory_format(
     std::optional<at::MemoryFormat> memory_format) {
   check_options(layout, pin_memory);
   const c10::DeviceGuard guard(target_device(device));
-  return at::detail::empty_generic(
-      size, device_allocator(), kNeuronKeys, c10::dtype_or_default(dtype), memory_format);
+  return filled_if_deterministic(at::detail::empty_generic(
+      size, device_allocator(), kNeuronKeys, c10::dtype_or_default(dtype), memory_format));
 }
 
 Tensor empty_strided(
@@ -58,8 +78,8 @@ Tensor empty_strided(
     std::optional<bool> pin_memory) {
   check_options(layout, pin_memory);
   const c10::DeviceGuard guard(target_device(device));
-  return at::detail::empty_strided_generic(
-      size, stride, device_allocator(), kNeuronKeys, c10::dtype_or_default(dtype));
+  return filled_if_deterministic(at::detail::empty_strided_generic(
+      size, stride, device_allocator(), kNeuronKeys, c10::dtype_or_default(dtype)));
 }
 
 Tensor efficient_zero_tensor(
@@ -83,6 +103,7 @@ void resize_bytes(c10::StorageImpl* storage, size_t nbytes) {
 
 const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> memory_format) {
   auto* impl = self.unsafeGetTensorImpl();
+  const auto old_nbytes = static_cast<int64_t>(impl->unsafe_storage().nbytes());
   if (impl->sizes() != size) {
     impl->set_sizes_contiguous(size);
     const auto needed = at::detail::computeStorageNbytesContiguous(
@@ -94,6 +115,9 @@ const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, std::optional<a
   if (memory_format.has_value()) {
     TORCH_CHECK(*memory_format != at::MemoryFormat::Preserve, "Unsupported memory format ", *memory_format);
     impl->empty_tensor_restride(*memory_format);
+  }
+  if (C10_UNLIKELY(fills_fresh_memory())) {
+    at::native::fill_resize_deterministic_(cpu_alias(self), old_nbytes);
   }
   return self;
 }
@@ -169,6 +193,55 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& dst) {
   return copy_from(self, dst, false);
 }
 
+// Counts of integers, as CUDA has them and the CPU has not: mixture-of-experts routing counts tokens by expert so.
+Tensor integer_histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  TORCH_CHECK(bins > 0, "bins must be > 0");
+  const Tensor values = self.to(at::kLong).contiguous();
+  int64_t low = min.to<int64_t>();
+  int64_t high = max.to<int64_t>();
+  const auto* value = values.const_data_ptr<int64_t>();
+  const int64_t count = values.numel();
+  if (low == high && count > 0) {
+    const auto [smallest, largest] = std::minmax_element(value, value + count);
+    low = *smallest;
+    high = *largest;
+  }
+  if (low == high) {
+    low -= 1;
+    high += 1;
+  }
+  TORCH_CHECK(low < high, "max must be larger than min");
+  std::vector<int64_t> counts(static_cast<size_t>(bins), 0);
+  for (int64_t i = 0; i < count; ++i) {
+    if (value[i] >= low && value[i] <= high) {
+      const int64_t bin = static_cast<int64_t>(static_cast<__int128>(value[i] - low) * bins / (high - low));
+      counts[static_cast<size_t>(std::min(bin, bins - 1))] += 1;
+    }
+  }
+  return at::tensor(counts).to(self.scalar_type());
+}
+
+Tensor device_histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  ArenaScope scope;
+  const Tensor alias = cpu_alias(self);
+  return adopt_output(
+      at::isIntegralType(self.scalar_type(), /*includeBool=*/false) ? integer_histc(alias, bins, min, max)
+                                                                   : at::histc(alias, bins, min, max),
+      self.device().index());
+}
+
+Tensor& device_histc_out(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max, Tensor& out) {
+  const Tensor result = device_histc(self, bins, min, max);
+  TORCH_CHECK(
+      out.scalar_type() == result.scalar_type(),
+      "torch.histogram: input tensor and hist tensor should have the same dtype, but got input ",
+      result.scalar_type(),
+      " and hist ",
+      out.scalar_type());
+  at::native::resize_output(out, result.sizes());
+  return out.copy_(result);
+}
+
 void record_stream(Tensor&, at::Stream) {
   // Operators are carried out as they are issued: the memory is never reused before its readers are done.
 }
@@ -190,6 +263,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("copy_", &copy_);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("histc", &device_histc);
+  m.impl("histc.out", &device_histc_out);
   m.impl("record_stream", &record_stream);
 }
 

@@ -1,5 +1,6 @@
 #include "device/Stream.h"
 
+#include "device/Arena.h"
 #include "device/Device.h"
 
 #include <c10/util/Exception.h>
@@ -113,6 +114,7 @@ void synchronize_stream(c10::Stream stream) {
 }
 
 void synchronize_device(c10::DeviceIndex device) {
+  Arena::refuse_bad_fork();
   for (const auto& work : pending_of([&](const auto& key) { return key.first == device; })) {
     work->finish();
   }

@@ -5,10 +5,15 @@
 #include "device/Device.h"
 #include "device/Fallback.h"
 #include "device/Generator.h"
+#include "device/History.h"
 #include "device/Ledger.h"
 #include "device/Stream.h"
 
+#include <torch/csrc/profiler/combined_traceback.h>
+#include <torch/csrc/profiler/python/combined_traceback.h>
 #include <torch/extension.h>
+
+#include <unordered_map>
 
 namespace trn {
 
@@ -47,13 +52,84 @@ pybind11::dict memory_stats(c10::DeviceIndex device) {
   result["active_bytes"] = stat_dict(stats.active_bytes);
   result["inactive_split_bytes"] = stat_dict(stats.inactive_split_bytes);
   result["requested_bytes"] = stat_dict(stats.requested_bytes);
+  // What the modelled allocator does not have: limits on splitting, and waiting for streams before memory is reused.
+  result["num_sync_all_streams"] = 0;
+  result["num_oom_rejections"] = 0;
+  result["max_split_size"] = -1;
+  for (const char* name : {"oversize_allocations", "oversize_segments"}) {
+    pybind11::dict none;
+    for (const char* metric : {"current", "peak", "allocated", "freed"}) {
+      none[metric] = 0;
+    }
+    result[name] = none;
+  }
   return result;
 }
 
-// The segments of one device in the form of torch.cuda.memory_snapshot().
+// Turns contexts into lists of frames ({filename, line, name}), all at once for their symbols are looked up together.
+class Frames {
+ public:
+  void add(const Context& context) {
+    if (auto* traceback = dynamic_cast<torch::CapturedTraceback*>(context.get())) {
+      tracebacks_.push_back(traceback);
+    }
+  }
+  void symbolize() {
+    auto lists = torch::py_symbolize(tracebacks_);
+    for (size_t i = 0; i < tracebacks_.size(); ++i) {
+      frames_[tracebacks_[i]] = lists[i];
+    }
+  }
+  pybind11::object of(const Context& context) const {
+    auto it = frames_.find(dynamic_cast<torch::CapturedTraceback*>(context.get()));
+    return it == frames_.end() ? pybind11::object(pybind11::list()) : it->second;
+  }
+
+ private:
+  std::vector<torch::CapturedTraceback*> tracebacks_;
+  std::unordered_map<torch::CapturedTraceback*, pybind11::object> frames_;
+};
+
+// What a device's history holds, in the form of torch.cuda.memory._snapshot()["device_traces"].
+pybind11::list memory_history(c10::DeviceIndex device) {
+  pybind11::list entries;
+  if (!Ledger::exists(device)) {
+    return entries;
+  }
+  const auto events = Ledger::of(device).history();
+  Frames frames;
+  for (const auto& event : events) {
+    frames.add(event.context);
+  }
+  frames.symbolize();
+  for (const auto& event : events) {
+    pybind11::dict entry;
+    entry["action"] = name_of(event.action);
+    entry[event.action == MemoryAction::kOutOfMemory ? "device_free" : "addr"] = event.address;
+    entry["size"] = event.size;
+    entry["stream"] = event.stream;
+    entry["time_us"] = event.time_us;
+    entry["frames"] = frames.of(event.context);
+    entries.append(entry);
+  }
+  return entries;
+}
+
+// The segments of one device in the form of torch.cuda.memory_snapshot(); none if the device was not used.
 pybind11::list memory_segments(c10::DeviceIndex device) {
   pybind11::list segments;
-  for (const auto& segment : Ledger::of(device).snapshot()) {
+  if (!Ledger::exists(device)) {
+    return segments;
+  }
+  const auto records = Ledger::of(device).snapshot();
+  Frames frames;
+  for (const auto& segment : records) {
+    for (const auto& block : segment.blocks) {
+      frames.add(block.context);
+    }
+  }
+  frames.symbolize();
+  for (const auto& segment : records) {
     pybind11::list blocks;
     uint64_t allocated = 0;
     uint64_t requested = 0;
@@ -63,7 +139,7 @@ pybind11::list memory_segments(c10::DeviceIndex device) {
       entry["size"] = block.size;
       entry["requested_size"] = block.requested;
       entry["state"] = block.free ? "inactive" : "active_allocated";
-      entry["frames"] = pybind11::list();
+      entry["frames"] = frames.of(block.context);
       blocks.append(entry);
       allocated += block.free ? 0 : block.size;
       requested += block.requested;
@@ -86,6 +162,23 @@ pybind11::list memory_segments(c10::DeviceIndex device) {
   return segments;
 }
 
+DeviceConfig config_of(const pybind11::dict& values) {
+  DeviceConfig config;
+  config.device_count = values["device_count"].cast<int>();
+  config.hbm_bytes = values["hbm_bytes"].cast<uint64_t>();
+  config.name = values["name"].cast<std::string>();
+  SegmentPolicy& policy = config.policy;
+  policy.small_limit_included = values["small_limit_included"].cast<bool>();
+  policy.small_limit = values["small_limit_bytes"].cast<uint64_t>();
+  policy.small_segment = values["small_segment_bytes"].cast<uint64_t>();
+  policy.large_segment = values["large_segment_bytes"].cast<uint64_t>();
+  policy.unrounded_limit = values["unrounded_limit_bytes"].cast<uint64_t>();
+  policy.min_block = values["min_block_bytes"].cast<uint64_t>();
+  policy.classes_per_doubling = values["classes_per_doubling"].cast<uint64_t>();
+  policy.segment_granule = values["segment_granule_bytes"].cast<uint64_t>();
+  return config;
+}
+
 } // namespace
 
 void init_device(pybind11::module_& m) {
@@ -93,26 +186,39 @@ void init_device(pybind11::module_& m) {
   register_hooks();
   register_fallback_over_decompositions();
 
-  m.def(
-      "_configure_device",
-      [](int device_count, uint64_t hbm_bytes, const std::string& name) {
-        DeviceConfig config;
-        config.device_count = device_count;
-        config.hbm_bytes = hbm_bytes;
-        config.name = name;
-        set_device_config(std::move(config));
-      },
-      pybind11::arg("device_count"),
-      pybind11::arg("hbm_bytes"),
-      pybind11::arg("name"));
+  m.def("_set_device_config_provider", [](pybind11::function provider) {
+    // Kept for the life of the process: no destructor may need the interpreter when it is gone.
+    auto* kept = new pybind11::function(std::move(provider));
+    set_device_config_provider([kept] {
+      pybind11::gil_scoped_acquire gil;
+      try {
+        return config_of((*kept)().cast<pybind11::dict>());
+      } catch (pybind11::error_already_set& error) {
+        throw std::runtime_error(pybind11::str(error.value()).cast<std::string>());
+      }
+    });
+  });
+  m.def("_configure_device", [](const pybind11::dict& config) { set_device_config(config_of(config)); });
   m.def("_device_count", [] { return static_cast<int>(device_count()); });
   m.def("_device_name", [] { return device_config().name; });
   m.def("_device_hbm_bytes", [] { return device_config().hbm_bytes; });
   m.def("_check_device", [](int device) { check_device(static_cast<c10::DeviceIndex>(std::clamp(device, -1, 127))); });
   m.def("_is_initialized", &Arena::exists);
   m.def("_in_bad_fork", &Arena::in_bad_fork);
+  m.def("_refuse_bad_fork", &Arena::refuse_bad_fork);
   m.def("_memory_stats", &memory_stats);
   m.def("_memory_segments", &memory_segments);
+  m.def("_memory_history", &memory_history);
+  m.def(
+      "_record_memory_history",
+      [](bool enabled, bool events, int context, bool cpp_frames, size_t max_entries) {
+        set_history({enabled, events, static_cast<ContextLevel>(context), cpp_frames, max_entries});
+      },
+      pybind11::arg("enabled"),
+      pybind11::arg("events"),
+      pybind11::arg("context"),
+      pybind11::arg("cpp_frames"),
+      pybind11::arg("max_entries"));
   m.def("_empty_cache", &empty_cache);
   m.def("_reset_peak_memory_stats", [](c10::DeviceIndex device) { Ledger::of(device).reset_peak_stats(); });
   m.def("_reset_accumulated_memory_stats", [](c10::DeviceIndex device) {

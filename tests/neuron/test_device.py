@@ -1,0 +1,114 @@
+"""The device module: what there is of devices, what they are, and how the backend is loaded."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def run(program: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_properties():
+    properties = torch.neuron.get_device_properties()
+    assert properties.name in {"trn1", "trn1n", "trn2", "trn2n", "trn2u", "trn3", "trn3u"}
+    assert properties.total_memory == 24 << 30
+    assert "neuron" in torch.neuron.get_device_name()
+    assert torch.neuron.get_device_properties("neuron:1") == torch.neuron.get_device_properties(1)
+    assert torch.neuron.get_device_capability() == (3, 0)
+
+
+def test_device_contexts():
+    with torch.neuron.device("neuron:2"):
+        assert torch.neuron.current_device() == 2
+        with torch.neuron.device_of(torch.ones(1, device="neuron:1")):
+            assert torch.neuron.current_device() == 1
+        with torch.neuron.device(None), torch.neuron.device(-1), torch.neuron.device_of(torch.ones(1)):
+            assert torch.neuron.current_device() == 2
+    assert torch.neuron.current_device() == 0
+    with torch.device("neuron"):
+        assert torch.ones(2).is_neuron
+
+
+def test_capability_queries():
+    assert torch.neuron.is_available() and torch.neuron.is_bf16_supported()
+    assert torch.get_device_module("neuron") is torch.neuron
+    assert torch.get_device_module() is torch.neuron
+
+
+def test_autoload_can_be_switched_off():
+    program = "import torch; print(hasattr(torch, 'neuron'), torch.accelerator.is_available())"
+    assert run(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False False"
+    assert run(program) == "True True"
+
+
+def test_importing_trn_dist_first_works():
+    assert run("import trn_dist, torch; print(torch.ones(2, device='neuron').sum().item())") == "2.0"
+    assert run("import trn_dist.neuron.autoload, torch; print(hasattr(torch, 'neuron'))") == "True"
+
+
+def test_autoload_starts_nothing():
+    program = """
+import torch, threading, os
+maps = open("/proc/self/maps").read()
+print(torch.neuron.is_initialized(), "trn_dist-hbm" in maps, "torch._dynamo" in __import__("sys").modules)
+"""
+    assert run(program) == "False False False"
+
+
+COUNT = "import torch; print(torch.neuron.device_count(), torch.ones(1, device='neuron').device)"
+
+
+@pytest.mark.parametrize(
+    "environment,count",
+    [
+        ({}, 64),
+        ({"NEURON_RT_VISIBLE_CORES": "0-7"}, 8),
+        ({"NEURON_RT_VISIBLE_CORES": "3"}, 1),
+        ({"NEURON_RT_VISIBLE_CORES": "0,2,8-9"}, 4),
+        ({"NEURON_RT_NUM_CORES": "4"}, 4),
+        ({"NEURON_RT_NUM_CORES": "4", "NEURON_RT_VISIBLE_CORES": "0-1"}, 2),
+        ({"NEURON_LOGICAL_NC_CONFIG": "1"}, 128),
+        ({"TRN_CLUSTER": "trn2.3xlarge"}, 4),
+    ],
+)
+def test_device_count_follows_the_environment(environment, count):
+    assert run(COUNT, **environment) == f"{count} neuron:0"
+
+
+@pytest.mark.parametrize(
+    "environment,message",
+    [
+        ({"NEURON_RT_VISIBLE_CORES": "63-64"}, "NEURON_RT_VISIBLE_CORES.*63-64.*0 to 63"),
+        ({"NEURON_RT_VISIBLE_CORES": "x"}, "NEURON_RT_VISIBLE_CORES.*'x'"),
+        ({"NEURON_RT_NUM_CORES": "99"}, "NEURON_RT_NUM_CORES.*99.*64"),
+        ({"NEURON_LOGICAL_NC_CONFIG": "3"}, "NEURON_LOGICAL_NC_CONFIG.*3"),
+        ({"TRN_CLUSTER": "nonesuch"}, "nonesuch"),
+    ],
+)
+def test_a_wrong_environment_is_refused(environment, message):
+    program = f"""
+import re, torch
+try:
+    torch.ones(1, device="neuron")
+except Exception as error:
+    print(bool(re.search({message!r}, str(error))), error)
+"""
+    assert run(program, **environment).startswith("True")
+
+
+def test_lnc_one_halves_the_memory():
+    program = "import torch; print(torch.neuron.get_device_properties().total_memory)"
+    assert run(program, NEURON_LOGICAL_NC_CONFIG="1") == str(12 << 30)
+    assert run(program, TRN_CLUSTER="trn2.48xlarge") == str(24 << 30)
