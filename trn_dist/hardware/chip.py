@@ -90,10 +90,19 @@ class Dma:
 
 
 @dataclass(frozen=True)
+class HostLink:
+    """The way between the host's memory and the HBM of one logical core, each direction."""
+
+    bandwidth_gbps: PositiveFloat
+
+
+@dataclass(frozen=True)
 class Launch:
     """What it costs to start an operator, before any work is done."""
 
     host_operator_us: NonNegativeFloat
+    # Of the host, to ask whether something is done when it is not.
+    host_poll_us: PositiveFloat
     device_operator_us: NonNegativeFloat
 
 
@@ -145,6 +154,7 @@ class Chip:
     sram: Sram
     engines: Engines
     dma: Dma
+    host_link: HostLink
     launch: Launch
     efficiency: Efficiency
     allocator: AllocatorPolicy

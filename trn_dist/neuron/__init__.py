@@ -84,6 +84,18 @@ from trn_dist.neuron.streams import stream as stream
 from trn_dist.neuron.streams import synchronize as synchronize
 
 
+def _load_chip_rates() -> None:
+    # Late: reading the hardware's files costs time that a process without operators need not spend.
+    from trn_dist.timing.chip_rates import load_chip_rates
+    from trn_dist.timing.trace import start_trace
+
+    load_chip_rates()
+    start_trace()
+
+
+_C._set_chip_rates_loader(_load_chip_rates)
+
+
 def is_available() -> bool:
     """Whether the device can be used: always, for it needs no hardware."""
     return True

@@ -30,9 +30,24 @@ class Event(torch.Event):
     """An event of the device; ``blocking`` and ``interprocess`` are accepted as in ``torch.cuda.Event``."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return super().__new__(
+        event = super().__new__(
             cls, torch.device("neuron"), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
         )
+        event._timed = enable_timing
+        return event
+
+    def elapsed_time(self, end_event: torch.Event) -> float:
+        """Milliseconds of virtual time from this event to ``end_event``: what the modelled chip would take."""
+        if type(end_event) is not Event:
+            raise TypeError(f"expected a torch.neuron.Event, but got {type(end_event).__name__}")
+        # torch.Event's own method takes no subclass; the checks are its.
+        if not (self._timed and end_event._timed):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not (self.event_id and end_event.event_id):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return _C._event_elapsed_ms(self.event_id, end_event.event_id)
 
 
 def _as_stream(stream: torch.Stream) -> Stream:

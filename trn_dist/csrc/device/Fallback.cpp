@@ -4,6 +4,7 @@
 #include "device/Allocator.h"
 #include "device/Device.h"
 #include "device/Generator.h"
+#include "timing/OperatorCost.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/SparseCsrTensorUtils.h>
@@ -23,7 +24,8 @@
 // An operator on neuron tensors arrives here with its arguments on the stack. Each neuron tensor is replaced by a CPU
 // tensor over the same bytes (Alias.h), the CPU kernel runs while its allocations come from the arena (ArenaScope), and
 // what it leaves on the stack is turned back: an argument that it wrote to is the caller's own tensor again, a view of an
-// argument becomes a view of the caller's tensor, and a fresh output is adopted without a copy.
+// argument becomes a view of the caller's tensor, and a fresh output is adopted without a copy. On the way the tensors'
+// sizes are noted, from which the operator is priced and launched in virtual time (timing/OperatorCost.h).
 
 namespace trn {
 
@@ -39,10 +41,12 @@ struct OperatorInfo {
   size_t num_arguments = 0;
   size_t num_returns = 0;
   c10::SmallVector<bool, 12> writes; // by argument: whether the operator may write to it
+  c10::SmallVector<bool, 12> reads; // by argument: false for one that is only written, an out=
   c10::SmallVector<int, 4> returned_argument; // by return: the written argument that it is, or -1
   int generator_argument = -1;
   bool draws = false; // random numbers
   bool takes_cpu_tensors = false; // beside neuron tensors, of any size
+  OperatorModel cost;
 };
 
 // Operators that CUDA, too, gives CPU tensors beside its own: indices and lengths.
@@ -84,7 +88,9 @@ OperatorInfo make_info(const c10::OperatorHandle& op) {
   info.num_returns = schema.returns().size();
   for (size_t i = 0; i < info.num_arguments; ++i) {
     const c10::Argument& argument = schema.arguments()[i];
-    info.writes.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
+    const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    info.writes.push_back(written);
+    info.reads.push_back(!(written && argument.is_out()));
     const auto type = argument.type()->kind() == c10::TypeKind::OptionalType
         ? argument.type()->castRaw<c10::OptionalType>()->getElementType()->kind()
         : argument.type()->kind();
@@ -108,6 +114,7 @@ OperatorInfo make_info(const c10::OperatorHandle& op) {
   info.draws = std::find(tags.begin(), tags.end(), at::Tag::nondeterministic_seeded) != tags.end() ||
       info.generator_argument >= 0;
   info.takes_cpu_tensors = mixed_operators().count(schema.name()) > 0;
+  info.cost = operator_model(schema.name());
   return info;
 }
 
@@ -137,6 +144,7 @@ class Call {
     for (size_t i = 0; i < info_.num_arguments; ++i) {
       c10::IValue& value = (*stack_)[arguments_begin_ + i];
       const bool written = info_.writes[i];
+      argument_ = static_cast<int>(i);
       if (value.isTensor()) {
         const at::Tensor& tensor = value.toTensor();
         if (!tensor.defined()) {
@@ -162,6 +170,9 @@ class Call {
         }
       }
     }
+    if (info_.cost.causal >= 0) {
+      causal_ = argument(info_.cost.causal).toBool();
+    }
     if (device_ < 0) {
       device_ = current_device();
     } else if (C10_UNLIKELY(cpu_tensor_ && !info_.takes_cpu_tensors)) {
@@ -184,6 +195,7 @@ class Call {
         replace_sparse(aliased.original, aliased.alias, [&](const at::Tensor& part) { return turn(part); });
       } else {
         write_back(aliased.original, aliased.alias);
+        traffic_.wrote(*aliased.original.unsafeGetTensorImpl());
       }
     }
     const size_t returns_begin = stack_->size() - info_.num_returns;
@@ -207,6 +219,17 @@ class Call {
         }
         value = std::move(turned);
       }
+    }
+  }
+
+  // Launches the operator in virtual time. A view moves nothing and is free.
+  void charge() {
+    if (traffic_.moved_nothing() && !info_.cost.host_reads) {
+      return;
+    }
+    const Picoseconds end = launch(device_, info_.cost.name, price(info_.cost, traffic_, causal_));
+    if (C10_UNLIKELY(info_.cost.host_reads)) {
+      host_wait(end);
     }
   }
 
@@ -234,19 +257,27 @@ class Call {
       aliased_.push_back({tensor, std::move(alias), written});
       return aliased_.back().alias;
     }
+    const auto note = [&](bool again) {
+      if (info_.reads[argument_]) {
+        traffic_.read(*tensor.unsafeGetTensorImpl(), argument_, again);
+      }
+    };
     // Arguments that share memory must share the alias's storage too: kernels look there for overlap. Long lists are of
     // parameters and the like, which do not; only the first few tensors are compared.
     const size_t compared = std::min<size_t>(aliased_.size(), 8);
     for (size_t i = 0; i < compared; ++i) {
       if (aliased_[i].original.is_same(tensor)) {
+        note(/*again=*/true);
         aliased_.push_back({tensor, aliased_[i].alias, written});
         return aliased_.back().alias;
       }
       if (aliased_[i].original.has_storage() && aliased_[i].original.storage().is_alias_of(tensor.storage())) {
+        note(/*again=*/false);
         aliased_.push_back({tensor, cpu_alias(tensor, aliased_[i].alias.storage()), written});
         return aliased_.back().alias;
       }
     }
+    note(/*again=*/false);
     aliased_.push_back({tensor, cpu_alias(tensor), written});
     return aliased_.back().alias;
   }
@@ -325,7 +356,9 @@ class Call {
         return aliased.alias.is_same(tensor) ? aliased.original : adopt_view(tensor, aliased.original);
       }
     }
-    return adopt_output(tensor, device_);
+    at::Tensor output = adopt_output(tensor, device_);
+    traffic_.made(*output.unsafeGetTensorImpl());
+    return output;
   }
 
   at::Tensor turn_without_storage(const at::Tensor& tensor) {
@@ -351,6 +384,9 @@ class Call {
   const size_t arguments_begin_;
   c10::DeviceIndex device_ = -1;
   bool cpu_tensor_ = false;
+  int argument_ = 0; // the one being replaced
+  Traffic traffic_;
+  bool causal_ = false;
   c10::SmallVector<Aliased, 6> aliased_;
   c10::SmallVector<std::pair<int, at::Tensor>, 2> written_arguments_;
 };
@@ -434,6 +470,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     op.redispatchBoxed(cpu_keys, stack);
   }
   call.replace_returns();
+  call.charge();
 }
 
 void register_fallback_over_decompositions() {

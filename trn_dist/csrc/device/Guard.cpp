@@ -65,35 +65,34 @@ struct NeuronGuardImpl final : public c10::impl::DeviceGuardImplInterface {
     }
     state->device = stream.device_index();
     state->pending = pending_on(stream);
+    state->time_ps = stream_time(stream);
   }
   // Operators run as they are issued, so whatever `stream` is given next would read the data at once: the work that the
   // event stands for is carried out here.
-  void block(void* event, const c10::Stream&) const override {
-    synchronizeEvent(event);
+  void block(void* event, const c10::Stream& stream) const override {
+    if (auto* state = static_cast<EventState*>(event)) {
+      stream_wait(stream, finish_event(*state));
+    }
   }
   void synchronizeEvent(void* event) const override {
     if (auto* state = static_cast<EventState*>(event)) {
-      for (const auto& work : state->pending) {
-        work->finish();
-      }
-      state->pending.clear();
+      host_wait(finish_event(*state));
     }
   }
   bool queryEvent(void* event) const override {
     if (auto* state = static_cast<EventState*>(event)) {
-      for (const auto& work : state->pending) {
-        if (!work->poll()) {
-          return false;
-        }
-      }
+      Picoseconds time_ps = state->time_ps;
+      const bool done = poll_all(state->pending, time_ps);
+      return host_poll(done ? time_ps : INT64_MAX);
     }
     return true;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<EventState*>(event);
   }
-  double elapsedTime(void*, void*, const c10::DeviceIndex) const override {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "neuron: Event.elapsed_time needs virtual time, which is not modelled yet");
+  // Milliseconds of virtual time.
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    return elapsed_ms(*static_cast<EventState*>(first), *static_cast<EventState*>(second));
   }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 };

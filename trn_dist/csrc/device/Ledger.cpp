@@ -428,6 +428,11 @@ uint64_t Ledger::reserved_bytes() const {
   return reserved_bytes_locked();
 }
 
+uint64_t Ledger::allocated_bytes() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return static_cast<uint64_t>(total_of(stats_.allocated_bytes));
+}
+
 namespace {
 
 template <typename F>

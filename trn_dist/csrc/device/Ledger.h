@@ -81,6 +81,7 @@ class Ledger {
     return total_bytes_;
   }
   uint64_t reserved_bytes() const;
+  uint64_t allocated_bytes() const;
   uint64_t largest_free_block() const;
 
   // For memory snapshots: every segment with its blocks, in order of address.

@@ -4,6 +4,8 @@
 #include "device/Alias.h"
 #include "device/Allocator.h"
 #include "device/Device.h"
+#include "device/Stream.h"
+#include "timing/OperatorCost.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Context.h>
@@ -171,6 +173,41 @@ bool is_set_to(const Tensor& self, const Tensor& source) {
       self.strides() == source.strides();
 }
 
+// Launches a copy in virtual time. As in CUDA the host waits for one between the memories, unless it asked not to and its
+// own memory is pinned.
+void charge_copy(const Tensor& to, const Tensor& from, bool non_blocking) {
+  static const uint32_t kOnDevice = name_id("aten::copy_");
+  static const uint32_t kToDevice = name_id("copy from host");
+  static const uint32_t kToHost = name_id("copy to host");
+  if (to.numel() == 0) {
+    return;
+  }
+  const int64_t from_bytes = touched_bytes(*from.unsafeGetTensorImpl());
+  const int64_t to_bytes = touched_bytes(*to.unsafeGetTensorImpl());
+  if (to.is_privateuseone() && from.is_privateuseone()) {
+    const auto source = from.device().index();
+    const auto target = to.device().index();
+    if (C10_UNLIKELY(source != target)) {
+      stream_wait(current_stream(source), stream_time(current_stream(target)));
+    }
+    const Picoseconds end = launch(source, kOnDevice, price_copy(from_bytes, to_bytes));
+    if (C10_UNLIKELY(source != target)) {
+      stream_wait(current_stream(target), end);
+    }
+    return;
+  }
+  const bool to_device = to.is_privateuseone();
+  const Tensor& on_device = to_device ? to : from;
+  const Tensor& on_host = to_device ? from : to;
+  const Picoseconds end = launch(
+      on_device.device().index(),
+      to_device ? kToDevice : kToHost,
+      price_host_copy(to_device ? to_bytes : from_bytes));
+  if (!(non_blocking && on_host.is_pinned())) {
+    host_wait(end);
+  }
+}
+
 // All memory is the host's, so a copy in any direction is one between CPU tensors over the same bytes.
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   Tensor target = to_cpu_alias(self);
@@ -179,6 +216,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
       ? cpu_alias(source, target.storage())
       : to_cpu_alias(source);
   at::native::copy_(target, origin, non_blocking);
+  charge_copy(self, source, non_blocking);
   return self;
 }
 

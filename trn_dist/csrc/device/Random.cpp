@@ -3,6 +3,7 @@
 
 #include "device/Alias.h"
 #include "device/Generator.h"
+#include "timing/OperatorCost.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Dispatch_v2.h>
@@ -47,9 +48,18 @@ struct Draw {
   }
 };
 
+// Launches a draw in virtual time.
+void charge(const Tensor& self) {
+  static const OperatorModel model = operator_model("aten::random_");
+  Traffic traffic;
+  traffic.wrote(*self.unsafeGetTensorImpl());
+  launch(self.device().index(), model.name, price(model, traffic, /*causal=*/false));
+}
+
 // Fills self with make(draw of element i), i in row-major order.
 template <typename scalar_t, typename F>
 void fill(const Tensor& self, const OptionalGenerator& generator, F make) {
+  charge(self);
   const Tensor alias = cpu_alias(self);
   const bool direct = alias.is_contiguous();
   Tensor target = direct ? alias : at::empty_like(alias, at::MemoryFormat::Contiguous);
@@ -77,6 +87,7 @@ bool drawn_on_cpu(const Tensor& self, F draw) {
   if (!cpu_rng()) {
     return false;
   }
+  charge(self);
   draw(cpu_alias(self), OptionalGenerator());
   return true;
 }

@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -55,7 +56,13 @@ void drop_done(c10::DeviceIndex device, c10::StreamId id) {
   if (it == table().pending.end()) {
     return;
   }
-  std::erase_if(it->second, [](const auto& work) { return work->poll(); });
+  std::erase_if(it->second, [&](const auto& work) {
+    if (!work->poll()) {
+      return false;
+    }
+    stream_wait(make_stream(device, id), work->end_ps());
+    return true;
+  });
   if (it->second.empty()) {
     table().pending.erase(it);
     busy_streams.fetch_sub(1, std::memory_order_release);
@@ -111,22 +118,51 @@ void synchronize_stream(c10::Stream stream) {
     work->finish();
   }
   drop_done(stream.device_index(), stream.id());
+  host_wait_stream(stream);
 }
 
 void synchronize_device(c10::DeviceIndex device) {
   Arena::refuse_bad_fork();
   for (const auto& work : pending_of([&](const auto& key) { return key.first == device; })) {
     work->finish();
+    host_wait(work->end_ps());
   }
+  host_wait_device(device);
 }
 
 bool query_stream(c10::Stream stream) {
-  for (const auto& work : pending_on(stream)) {
-    if (!work->poll()) {
-      return false;
-    }
+  Picoseconds time_ps = stream_time(stream);
+  const bool done = poll_all(pending_on(stream), time_ps);
+  return host_poll(done ? time_ps : INT64_MAX);
+}
+
+Picoseconds finish_event(EventState& event) {
+  for (const auto& work : event.pending) {
+    work->finish();
+    event.time_ps = std::max(event.time_ps, work->end_ps());
   }
-  return true;
+  event.pending.clear();
+  return event.time_ps;
+}
+
+double elapsed_ms(EventState& from, EventState& to) {
+  return static_cast<double>(finish_event(to) - finish_event(from)) / 1e9;
+}
+
+bool poll_all(const std::vector<std::shared_ptr<PendingWork>>& works, Picoseconds& time_ps) {
+  if (works.empty()) {
+    return true;
+  }
+  mark_irreproducible("the program polled a collective (query, is_completed) instead of waiting for it");
+  bool done = true;
+  for (const auto& work : works) {
+    if (!work->poll()) {
+      done = false;
+      break;
+    }
+    time_ps = std::max(time_ps, work->end_ps());
+  }
+  return done;
 }
 
 } // namespace trn

@@ -6,6 +6,8 @@
 // that were posted and not yet carried out. Whoever orders itself after the stream (an event's block or synchronize, the
 // stream's or the device's synchronize) finishes that work first, so the data is there when the next operator reads it.
 
+#include "timing/VirtualClock.h"
+
 #include <c10/core/Stream.h>
 
 #include <cstdint>
@@ -22,6 +24,10 @@ class PendingWork {
   virtual bool poll() = 0;
   // Carries the work out, waiting for peers up to the work's deadline. Throws the work's error. May be called again.
   virtual void finish() = 0;
+  // Once it is done: when, in virtual time.
+  virtual Picoseconds end_ps() const {
+    return 0;
+  }
 };
 
 // The stream that every thread starts with; its id is 0.
@@ -39,13 +45,21 @@ std::vector<std::shared_ptr<PendingWork>> pending_on(c10::Stream stream);
 // Finishes all pending work of one stream, or of every stream of a device.
 void synchronize_stream(c10::Stream stream);
 void synchronize_device(c10::DeviceIndex device);
-// Whether nothing is pending on the stream; makes progress.
+// Polls works until one is not done; raises `time_ps` to when those that are were done.
+bool poll_all(const std::vector<std::shared_ptr<PendingWork>>& works, Picoseconds& time_ps);
+// Whether nothing is pending on the stream, and the host's virtual time has come to its tail; makes progress.
 bool query_stream(c10::Stream stream);
 
-// What an event recorded: the work that was pending on its stream at that moment.
+// What an event recorded: the work that was pending on its stream at that moment, and when the rest is done in virtual time.
 struct EventState {
   c10::DeviceIndex device = -1;
   std::vector<std::shared_ptr<PendingWork>> pending;
+  Picoseconds time_ps = 0;
 };
+
+// Carries out what the event stands for; returns when that was done in virtual time.
+Picoseconds finish_event(EventState& event);
+// Milliseconds of virtual time between two events.
+double elapsed_ms(EventState& from, EventState& to);
 
 } // namespace trn

@@ -1,0 +1,42 @@
+"""The cluster that this process is a rank of: ``TRN_CLUSTER``, a shipped name or a path, with as many nodes as the job.
+
+Read once, at the first use of virtual time. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+
+from trn_dist.hardware import Cluster, ConfigError, Topology, load_cluster
+
+CLUSTER_VARIABLE = "TRN_CLUSTER"
+DEFAULT_CLUSTER = "trn2.48xlarge"
+
+
+@functools.cache
+def cluster() -> Cluster:
+    """The cluster of this job: as many units of ``TRN_CLUSTER`` as ``WORLD_SIZE`` ranks need, ``LOCAL_WORLD_SIZE`` a
+    node at most.
+
+    Raises :class:`ConfigError` for a wrong file, or for more ranks on a node than it has cores.
+    """
+    name = os.environ.get(CLUSTER_VARIABLE) or DEFAULT_CLUSTER
+    unit = load_cluster(name)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(min(world_size, unit.cores_per_node))))
+    if local_world_size > unit.cores_per_node:
+        raise ConfigError(
+            f"{CLUSTER_VARIABLE}={name}: LOCAL_WORLD_SIZE={local_world_size} ranks on a node, but a node of "
+            f"{unit.name} has {unit.cores_per_node} logical cores"
+        )
+    nodes = math.ceil(world_size / local_world_size)
+    units = math.ceil(nodes / unit.nodes_per_unit)
+    return load_cluster(name, count=units) if units > 1 else unit
+
+
+@functools.cache
+def cluster_topology() -> Topology:
+    """The graph of that cluster's links."""
+    return Topology(cluster())
