@@ -37,7 +37,7 @@ def write_terminal(fd: int, data: bytes) -> None:
 
 def say(text: str) -> None:
     """A line of the launcher's own, on stderr."""
-    write_terminal(STDERR, f"trn: {text}\n".encode())
+    write_terminal(STDERR, f"trn: {text}\n".encode(errors="backslashreplace"))
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

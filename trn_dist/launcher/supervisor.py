@@ -108,6 +108,7 @@ class _Run:
             raise LaunchError(f"{error.strerror}; set TMPDIR to a folder that can be written") from None
         self.wake_fds: tuple[int, int] | None = None
         self.old_handlers: dict[signal.Signals, Any] = {}
+        self.old_wakeup_fd = -1
         self.descriptor_limit: tuple[int, int] | None = None
 
     # Start
@@ -173,7 +174,7 @@ class _Run:
         self.wake_fds = os.pipe()
         for fd in self.wake_fds:
             os.set_blocking(fd, False)
-        signal.set_wakeup_fd(self.wake_fds[1], warn_on_full_buffer=False)
+        self.old_wakeup_fd = signal.set_wakeup_fd(self.wake_fds[1], warn_on_full_buffer=False)
         for name in (*environment.FORWARDED_SIGNALS, "SIGCHLD"):
             number = signal.Signals[name]
             old = signal.getsignal(number)
@@ -290,7 +291,7 @@ class _Run:
         rank = self.ranks[message["rank"]]
         self._drain(message["rank"])
         rank.error = message["error"]
-        text = message["traceback"].encode()
+        text = message["traceback"].encode(errors="backslashreplace")
         rank.output.log(text)
         if self.exit_code is None and self.suspect is None:
             self.suspect = (message["rank"], text)
@@ -302,6 +303,7 @@ class _Run:
         rank.status = message["status"]
         for fd in list(rank.pipes):
             self._close_pipe(fd, message["rank"])
+        rank.output.finish()
         if rank.status and self.exit_code is None and not rank.error:
             code = rank.status if rank.status > 0 else 128 - rank.status
             self._first_failure(message["rank"], code, _describe(rank.status), b"")
@@ -450,7 +452,7 @@ class _Run:
         if self.descriptor_limit is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, self.descriptor_limit)
         if self.wake_fds is not None:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self.old_wakeup_fd)
             for caught, handler in self.old_handlers.items():
                 signal.signal(caught, handler)
             for fd in self.wake_fds:

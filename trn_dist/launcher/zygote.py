@@ -127,6 +127,7 @@ def _serve(channel: socket.socket, program: Program, environment: dict[str, str]
     ranks: dict[int, int] = {}  # pid of a live child -> its rank
     store_pid = 0
     scratch = ""
+    zygote_pid = os.getpid()
     wake_reader, wake_writer = os.pipe()
     os.set_blocking(wake_reader, False)
     os.set_blocking(wake_writer, False)
@@ -160,15 +161,13 @@ def _serve(channel: socket.socket, program: Program, environment: dict[str, str]
                 except OSError as error:
                     reason = f"the folder for temporary files {scratch} cannot be made: {error.strerror}"
                     control.send(channel, {"event": "refused", "reason": reason})
-                zygote_pid = os.getpid()
-                store_pid = os.fork()
+                store_pid = _fork(channel, "the store for rendezvous")
                 if store_pid == 0:
                     leave_zygote()
                     channel.close()
                     _host_store(zygote_pid, fds[0])
             elif message["op"] == "spawn":
-                zygote_pid = os.getpid()
-                pid = os.fork()
+                pid = _fork(channel, f"rank {message['rank']}")
                 if pid == 0:
                     leave_zygote()
                     rank_environment = {**environment, **message["environment"]}
@@ -179,13 +178,23 @@ def _serve(channel: socket.socket, program: Program, environment: dict[str, str]
                 _signal_ranks(ranks, message["signal"], set(message["ranks"]))
             for fd in fds:
                 os.close(fd)
-    except OSError:  # the supervisor went away while this process was answering
+    except OSError:  # the supervisor went away while this process was answering, or knows already what is wrong
         pass
     processes.kill_run(environment[processes.RUN_ID_VARIABLE])
     processes.reap_children()
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
     os._exit(0)
+
+
+def _fork(channel: socket.socket, what: str) -> int:
+    """Fork; where the host refuses, tell the supervisor why and raise OSError."""
+    try:
+        return os.fork()
+    except OSError as error:
+        reason = f"{what} cannot be started, the host refuses another process: {error.strerror} (ulimit -u, memory)"
+        control.send(channel, {"event": "refused", "reason": reason})
+        raise
 
 
 def _drain(fd: int) -> None:
