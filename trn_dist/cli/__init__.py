@@ -15,6 +15,7 @@ from trn_dist import __version__
 _COMMANDS = {
     "run": "Run a program on simulated Trainium ranks (in place of torchrun).",
     "train": "Train a model by a TorchTitan recipe.",
+    "parity": "Prove that layouts train the same model, or find where they differ.",
     "doctor": "Check this machine and the installation, and say what to do.",
 }
 

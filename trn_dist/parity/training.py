@@ -1,0 +1,319 @@
+"""One run of one layout: what decides its numbers, where its result is kept, and the process that makes it.
+
+A run is a child process: ``trn train`` for layouts on the device, :mod:`trn_dist.parity.cpu_reference` for those on the
+CPU. Its result, the metrics of every step, is kept under a key that is a digest of everything the numbers depend on, so
+a finished run is never made twice. Called by :mod:`trn_dist.parity.run_queue` and :mod:`trn_dist.parity.comparison`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import trn_dist
+from trn_dist.parity.layout import Layout
+from trn_dist.titan.metrics import Step, StepMerger
+from trn_dist.titan.recipe import Recipe, resolve, to_toml
+
+_PACKAGE = Path(trn_dist.__file__).parent
+_CPU_REFERENCE = _PACKAGE / "parity" / "cpu_reference.py"
+_OBSERVER_IMPORT = "trn_dist.titan.observe"
+_TERMINATE_S = 15.0
+FINISHED = "finished.json"
+
+
+class RunFailed(RuntimeError):
+    """A layout's run ended without its steps. The text holds the exit code and the end of what it printed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A run that can be started, or taken from the cache.
+
+    Attributes:
+        layout: whose run this is.
+        recipe: the resolved recipe, the layout's overrides applied.
+        overrides: all that were applied, to show the command that repeats the run.
+        observer: ``module:function`` that is called in every rank with the built model, or None; see
+            :mod:`trn_dist.titan.observe`.
+        settings: what the observer reads, as environment variables.
+    """
+
+    layout: Layout
+    recipe: Recipe
+    overrides: tuple[str, ...]
+    observer: str | None = None
+    settings: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return self.recipe.config.training.steps
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Digest of everything that the numbers depend on, in hexadecimal."""
+        import torch
+
+        config = self.recipe.config
+        facts: dict[str, Any] = {
+            "recipe": _portable_toml(config),
+            "on_cpu": self.layout.on_cpu,
+            "observer": self.observer,
+            "settings": self.settings,
+            "text": _text_fingerprint(self.recipe),
+            "tokenizer": _digest_of([Path(config.model.hf_assets_path) / "tokenizer.json"]),
+            "weights": _origin(config.checkpoint.initial_load_path),
+            "code": _code_digest(self.layout.on_cpu),
+            "own_code": _module_digest(config.experimental.custom_import),
+            "versions": {p: importlib.metadata.version(p) for p in ("torch", "torchtitan", "numpy")},
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "environment": {k: v for k, v in os.environ.items() if k.startswith("TRN_")},
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def command(self, folder: Path) -> list[str]:
+        """The command that makes this run in ``folder``."""
+        if not self.layout.on_cpu:
+            words = [sys.executable, "-m", "trn_dist.cli", "train", str(self.recipe.path), "--run-dir", str(folder)]
+            return [*words, *self.overrides, *self._observer_overrides()]
+        program = [str(_CPU_REFERENCE), "--job.config_file", str(folder / "recipe.toml")]
+        if self.layout.ranks == 1:
+            return [sys.executable, *program]
+        return [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(self.layout.ranks), *program),
+        ]
+
+    def _observer_overrides(self) -> list[str]:
+        return ["--experimental.custom_import", _OBSERVER_IMPORT] if self.observer else []
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **dict(self.settings)}
+        if self.observer:
+            environment["TRN_OBSERVER"] = self.observer
+            environment["TRN_OBSERVER_FOLDER"] = str(folder)
+            environment["TRN_OBSERVED_IMPORT"] = self.recipe.config.experimental.custom_import
+        if self.layout.on_cpu:
+            environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+            # A script's own folder comes first on sys.path otherwise; modules that the recipe names are looked for in
+            # the working folder, as `python -m` does for the other layouts.
+            environment["PYTHONSAFEPATH"] = "1"
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+            if self.layout.ranks == 1:
+                environment |= {name: "0" for name in ("RANK", "LOCAL_RANK")}
+                environment |= {name: "1" for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        return environment
+
+    def prepare(self, folder: Path) -> None:
+        """Makes the run folder; for the CPU reference also its recipe, which ``trn train`` writes by itself."""
+        folder.mkdir(parents=True)
+        if self.layout.on_cpu:
+            config = resolve(self.recipe.path, [*self.overrides, *self._observer_overrides()]).config
+            config.job.dump_folder = str(folder)
+            config.job.config_file = None
+            config.metrics.disable_color_printing = True
+            (folder / "recipe.toml").write_text(to_toml(config), encoding="utf-8")
+
+
+def plan_training(
+    recipe: Path,
+    overrides: list[str],
+    layout: Layout,
+    global_batch_size: int,
+    observer: str | None = None,
+    settings: tuple[tuple[str, str], ...] = (),
+) -> Training:
+    """A run of a layout; checks the recipe under that layout.
+
+    Raises:
+        RecipeError, LayoutError: the recipe cannot be trained so.
+    """
+    words = [*overrides, *layout.recipe_overrides(global_batch_size)]
+    return Training(layout, resolve(recipe, words), tuple(words), observer, settings)
+
+
+class RunningTraining:
+    """A started run: followed by :meth:`poll`, ended by itself, by its deadline or by :meth:`stop`."""
+
+    def __init__(self, training: Training, cache: Path, stall_s: float) -> None:
+        self.training = training
+        self.result = cache / training.key
+        self.steps: list[Step] = []
+        # Two comparisons may make the same run at the same time: each in a folder of its own, the first is kept.
+        self.folder = cache / f"{training.key}-{os.getpid()}"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        training.prepare(self.folder)
+        self._merger = StepMerger(self.folder, training.layout.ranks, training.recipe.tokens_per_step)
+        self._stall_s = stall_s
+        self._last_news = time.monotonic()
+        self._output = (self.folder / "output.log").open("wb")
+        self._process = subprocess.Popen(
+            training.command(self.folder),
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env=training.environment(self.folder),
+            start_new_session=True,
+        )
+
+    def poll(self) -> bool:
+        """Takes in new steps; True once the run has ended and its result lies in the cache.
+
+        Raises:
+            RunFailed: the run ended too early, contradicts itself or has stalled.
+        """
+        new = list(self._merger.new_steps())
+        self.steps += new
+        if new:
+            self._last_news = time.monotonic()
+        exit_code = self._process.poll()
+        if exit_code is None:
+            if time.monotonic() - self._last_news > self._stall_s:
+                self.stop()
+                raise RunFailed(
+                    f"no new step for {self._stall_s:.0f} s after step {self._last_step()} of {self.training.steps}; "
+                    f"ended. {self._tail()}"
+                )
+            return False
+        self.steps += self._merger.new_steps()
+        self._output.close()
+        is_seed = self.training.recipe.config.checkpoint.create_seed_checkpoint
+        wanted = [] if is_seed else list(range(1, self.training.steps + 1))
+        if exit_code != 0 or [step.step for step in self.steps] != wanted:
+            raise RunFailed(
+                f"exit code {exit_code} after step {self._last_step()} of {self.training.steps}. {self._tail()}"
+            )
+        self._keep()
+        return True
+
+    def stop(self) -> None:
+        """Ends the run's processes and waits for them."""
+        for kill in (signal.SIGTERM, signal.SIGKILL):
+            if self._process.poll() is not None:
+                break
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, kill)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TERMINATE_S)
+        self._output.close()
+
+    def _keep(self) -> None:
+        finished = {
+            "layout": self.training.layout.text,
+            "command": self.training.command(self.result),
+            "steps": [dataclasses.asdict(step) for step in self.steps],
+        }
+        (self.folder / FINISHED).write_text(json.dumps(finished), encoding="utf-8")
+        try:
+            self.folder.rename(self.result)
+        except OSError:  # another comparison was faster
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _last_step(self) -> int:
+        return self.steps[-1].step if self.steps else 0
+
+    def _tail(self) -> str:
+        """The last lines that the run printed, its ranks' own logs before the summary of whoever started them."""
+        lines: list[str] = []
+        for file in [self.folder / "output.log", *sorted((self.folder / "logs").glob("*"))]:
+            text = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+            errors = [line for line in text if "Error" in line or "error" in line]
+            lines += [line for line in (errors or text)[-3:] if line not in lines]
+            if errors:
+                break
+        return f"Its output, {self.folder / 'output.log'}, ends:\n  " + "\n  ".join(lines[-8:])
+
+
+def finished_steps(training: Training, cache: Path) -> list[Step] | None:
+    """The steps of a run that was made before, or None."""
+    try:
+        finished = json.loads((cache / training.key / FINISHED).read_text(encoding="utf-8"))
+        return [Step(**step) for step in finished["steps"]]
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+def default_cache() -> Path:
+    """``$XDG_CACHE_HOME/trn_dist/parity``, or the same below ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "trn_dist" / "parity"
+
+
+# --- What the numbers depend on
+
+
+def _portable_toml(config: Any) -> str:
+    """The recipe without the paths that do not reach the numbers."""
+    copy = dataclasses.replace(
+        config,
+        job=dataclasses.replace(config.job, dump_folder="", config_file=None, description=""),
+        checkpoint=dataclasses.replace(config.checkpoint, initial_load_path=None),
+        model=dataclasses.replace(config.model, hf_assets_path=""),
+    )
+    return to_toml(copy)
+
+
+def _origin(initial_load_path: str | None) -> str | None:
+    """The key of the run that made a checkpoint: a seed lies in ``<cache>/<key>/checkpoint/step-0``."""
+    if initial_load_path is None:
+        return None
+    path = Path(initial_load_path)
+    return path.parents[1].name if (path.parents[1] / FINISHED).exists() else str(path.resolve())
+
+
+def _text_fingerprint(recipe: Recipe) -> str:
+    from trn_dist.titan.corpus import CORPORA, open_corpus
+
+    training = recipe.config.training
+    if training.dataset not in CORPORA:
+        return f"{training.dataset} {training.dataset_path}"
+    return _corpus_fingerprint(training.dataset, training.dataset_path, recipe.config.neuron.text_field, open_corpus)
+
+
+@functools.cache
+def _corpus_fingerprint(dataset: str, path: str | None, text_field: str, open_corpus: Any) -> str:
+    return open_corpus(dataset, path, text_field).fingerprint()
+
+
+@functools.cache
+def _code_digest(on_cpu: bool) -> str:
+    """Digest of this package's code that runs in the ranks."""
+    folders = ["titan"] if on_cpu else ["titan", "neuron", "launcher", "hardware", "collectives"]
+    files = [file for folder in folders for file in (_PACKAGE / folder).rglob("*.py")]
+    files += (_PACKAGE / "parity" / name for name in ("cpu_reference.py", "perturbation.py", "recorder.py"))
+    if not on_cpu:
+        files += _PACKAGE.glob("_C*.so")
+    return _digest_of(sorted(files))
+
+
+def _module_digest(name: str) -> str | None:
+    spec = importlib.util.find_spec(name) if name else None
+    return _digest_of([Path(spec.origin)]) if spec and spec.origin else None
+
+
+def _digest_of(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + (file.read_bytes() if file.exists() else b""))
+    return digest.hexdigest()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
