@@ -14,7 +14,7 @@ def by_definition(tokens: list[int], experts: int, ranks: int, max_len: int, ali
     rows: list[int] = []
     padded = []
     for expert in range(experts):
-        mine = []
+        mine: list[int] = []
         for rank in range(ranks):
             group = rank * experts + expert
             mine += range(starts[group], starts[group] + tokens[group])
