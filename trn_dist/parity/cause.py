@@ -204,24 +204,26 @@ def _scaled(
 
 
 def _in_part(x: torch.Tensor, y: torch.Tensor, groups: Mapping[str, int], near: float) -> Explanation | None:
-    """A difference that is confined to one rank's part."""
+    """A difference that is confined to some ranks' parts. Of several ways to cut, that with the least part wrong."""
+    fits: list[tuple[float, str, torch.Tensor, torch.Tensor]] = []
     for name, size in groups.items():
         for dim in range(x.dim()):
             if size < 2 or x.shape[dim] % size:
                 continue
             pairs = list(zip(_blocks(x, dim, size), _blocks(y, dim, size), strict=True))
             wrong = [i for i, (a, b) in enumerate(pairs) if relative_distance(a, b) > near]
-            if not wrong or len(wrong) == size:
-                continue
-            where = f"only in part {', '.join(map(str, wrong))} of dimension {dim} cut in {size} as {name} cuts it"
-            a, b = pairs[wrong[0]]
-            if not b.any():
-                return Explanation(Cause.MISSING, f"{where}: zero there")
-            inner = _scaled(a, b, {}, {}) or _shifted(a, b, groups, near)
-            if inner is not None:
-                return Explanation(inner.cause, f"{where}: {inner.text}")
-            return Explanation(Cause.OTHER, f"{where}: relative distance {relative_distance(a, b):.2g} there")
-    return None
+            if wrong and len(wrong) < size:
+                where = f"only in part {', '.join(map(str, wrong))} of dimension {dim} cut in {size} as {name} cuts it"
+                fits.append((len(wrong) / size, where, *pairs[wrong[0]]))
+    if not fits:
+        return None
+    _, where, a, b = min(fits, key=lambda fit: fit[0])
+    if not b.any():
+        return Explanation(Cause.MISSING, f"{where}: zero there")
+    inner = _scaled(a, b, {}, {}) or _shifted(a, b, groups, near)
+    if inner is not None:
+        return Explanation(inner.cause, f"{where}: {inner.text}")
+    return Explanation(Cause.OTHER, f"{where}: relative distance {relative_distance(a, b):.2g} there")
 
 
 def _low_precision(x: torch.Tensor, y: torch.Tensor, distance: float) -> Explanation | None:

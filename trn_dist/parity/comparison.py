@@ -121,11 +121,9 @@ def compare(
         raise LayoutError(f"only one layout, {layouts[0].text!r}: name another to compare it with, as in '1; fsdp=2'")
     if members < 2:
         raise ValueError(f"members = {members}: expected 2 or more, a spread cannot be measured on fewer")
-    common, global_batch_size = common_overrides(recipe, layouts[0], overrides, steps)
-    seed = make_seed(recipe, common, queue)
-    common += seed_overrides(seed)
     reference = layouts[0]
-    addends = _addends(recipe, common, reference, global_batch_size, seed)
+    check_layouts(recipe, layouts, overrides, steps)
+    common, global_batch_size, addends = prepare_words(recipe, reference, overrides, queue, steps)
     modes: list[Mode] = []
     failures: list[dict[str, RunFailed]] = []
     commands: dict[str, list[str]] = {}
@@ -243,13 +241,25 @@ def perturbation_settings(member: int, addends: dict[str, int]) -> tuple[tuple[s
     return (MEMBER, str(member)), (AMPLITUDE, repr(amplitude))
 
 
-def run_words(
-    recipe: Path, reference: Layout, overrides: Sequence[str], queue: RunQueue, steps: int, max_norm: float
-) -> list[str]:
-    """The overrides with which :func:`compare` makes its runs, without those of a layout."""
-    common, _ = common_overrides(recipe, reference, overrides, steps)
+def check_layouts(recipe: Path, layouts: Sequence[Layout], overrides: Sequence[str], steps: int) -> None:
+    """Says what is wrong with any of the layouts before the first run is started.
+
+    Raises:
+        RecipeError, LayoutError: see :func:`compare`.
+    """
+    words, global_batch_size = common_overrides(recipe, layouts[0], overrides, steps)
+    for layout in layouts:
+        plan_training(recipe, words, layout, global_batch_size)
+
+
+def prepare_words(
+    recipe: Path, reference: Layout, overrides: Sequence[str], queue: RunQueue, steps: int
+) -> tuple[list[str], int, dict[str, int]]:
+    """What :func:`compare` gives every layout: overrides (initial weights among them), global batch size, addends."""
+    common, global_batch_size = common_overrides(recipe, reference, overrides, steps)
     seed = make_seed(recipe, common, queue)
-    return [*common, *seed_overrides(seed), "--training.max_norm", repr(max_norm)]
+    words = [*common, *seed_overrides(seed)]
+    return words, global_batch_size, _addends(recipe, words, reference, global_batch_size, seed)
 
 
 def _addends(recipe: Path, words: list[str], layout: Layout, global_batch_size: int, seed: Path) -> dict[str, int]:

@@ -207,8 +207,8 @@ of {comparison.global_batch_size} samples, float32, all from the same initial we
 <table><tr>{headings}</tr>{"".join(rows)}</table>
 <p><img alt="Curves and deviations of all layouts" src="data:image/png;base64,{encoded}"></p>
 <p class="note">The band is what rounding alone can do: the rounding of the step's last sum, and Student's quantile
-times the spread of runs of the reference in which everything is moved by rounding units. Deviations of zero are drawn at the
-lower edge.</p>
+times the spread of runs of the reference in which everything is moved by rounding units. Deviations of zero are
+drawn at the lower edge.</p>
 <h2>Commands that repeat the runs</h2>{commands}
 <script type="application/json" id="comparison">{data}</script>
 </html>

@@ -77,7 +77,7 @@ class Training:
             "text": _text_fingerprint(self.recipe),
             "tokenizer": _digest_of([Path(config.model.hf_assets_path) / "tokenizer.json"]),
             "weights": _origin(config.checkpoint.initial_load_path),
-            "code": _code_digest(self.layout.on_cpu),
+            "code": _code_digest(self.layout.on_cpu, self.observer),
             "own_code": _module_digest(config.experimental.custom_import),
             "versions": {p: importlib.metadata.version(p) for p in ("torch", "torchtitan", "numpy")},
             "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -291,12 +291,15 @@ def _corpus_fingerprint(dataset: str, path: str | None, text_field: str, open_co
 
 
 @functools.cache
-def _code_digest(on_cpu: bool) -> str:
+def _code_digest(on_cpu: bool, observer: str | None) -> str:
     """Digest of this package's code that runs in the ranks."""
     folders = ["titan"] if on_cpu else ["titan", "neuron", "launcher", "hardware", "collectives"]
     files = [file for folder in folders for file in (_PACKAGE / folder).rglob("*.py")]
-    files += (_PACKAGE / "parity" / name for name in ("cpu_reference.py", "perturbation.py", "recorder.py"))
-    if not on_cpu:
+    if observer:
+        files += (_PACKAGE / "parity" / name for name in ("perturbation.py", "recorder.py"))
+    if on_cpu:
+        files.append(_CPU_REFERENCE)
+    else:
         files += _PACKAGE.glob("_C*.so")
     return _digest_of(sorted(files))
 
