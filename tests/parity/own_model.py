@@ -124,6 +124,7 @@ def main(folder: Path, layout: str, bug: str) -> None:
         loss.backward()
         for name, parameter in block.named_parameters():
             gradient = parameter.grad
+            assert gradient is not None
             if isinstance(gradient, DTensor):
                 gradient = gradient.to_local()
             elif (

@@ -16,9 +16,9 @@ from pathlib import Path
 from trn_dist.parity.layout import Layout, LayoutError, parse_layout
 from trn_dist.parity.perturbation import AMPLITUDE, MEMBER, read_norm_error
 from trn_dist.parity.promise import Promise, promise
-from trn_dist.parity.rounding import UNIT_ROUNDOFF, Bound, derive_bound, growth
+from trn_dist.parity.rounding import Bound, Sums, derive_bound
 from trn_dist.parity.run_queue import Result, RunQueue
-from trn_dist.parity.training import RunFailed, Training, plan_training
+from trn_dist.parity.training import RanksDisagree, RunFailed, Training, plan_training
 from trn_dist.parity.verdict import QUANTITIES, Curves, Kind, Verdict, judge
 from trn_dist.titan.recipe import resolve
 
@@ -69,7 +69,7 @@ class Comparison:
         modes: clipping off, and on if asked for.
         verdicts: one for each layout but the reference and each mode, modes one after the other.
         commands: what repeats each layout's run (clipping off), as a list of words.
-        addends: of the last sum of each quantity.
+        sums: the last sums of a step.
     """
 
     recipe: Path
@@ -79,7 +79,7 @@ class Comparison:
     modes: tuple[Mode, ...]
     verdicts: tuple[Verdict, ...]
     commands: dict[str, list[str]]
-    addends: dict[str, int]
+    sums: Sums
 
     @property
     def reference(self) -> str:
@@ -123,7 +123,7 @@ def compare(
         raise ValueError(f"members = {members}: expected 2 or more, a spread cannot be measured on fewer")
     reference = layouts[0]
     check_layouts(recipe, layouts, overrides, steps)
-    common, global_batch_size, addends = prepare_words(recipe, reference, overrides, queue, steps)
+    common, global_batch_size, sums = prepare_words(recipe, reference, overrides, queue, steps)
     modes: list[Mode] = []
     failures: list[dict[str, RunFailed]] = []
     commands: dict[str, list[str]] = {}
@@ -137,7 +137,7 @@ def compare(
         label = "clipped" if clipped else "unclipped"
         runs = {layout.text: plan_training(recipe, words, layout, global_batch_size) for layout in layouts}
         perturbed = {
-            f"perturbed {member}": _perturbed(recipe, words, reference, global_batch_size, member, addends)
+            f"perturbed {member}": _perturbed(recipe, words, reference, global_batch_size, member, sums)
             for member in range(1, members + 1)
         }
         named = [(f"{name} ({label})", training) for name, training in {**runs, **perturbed}.items()]
@@ -152,7 +152,7 @@ def compare(
         errors = [read_norm_error(queue.cache / training.key) for training in perturbed.values()]
         measured = {"loss": None, "grad_norm": [max(step) for step in zip(*errors, strict=True)]}
         bounds = {
-            q: derive_bound(base[q], [run[q] for run in spread], addends[q], measured_error=measured[q])
+            q: derive_bound(base[q], [run[q] for run in spread], getattr(sums, q), measured_error=measured[q])
             for q in QUANTITIES
         }
         curves = {
@@ -164,11 +164,9 @@ def compare(
     verdicts = [
         verdict
         for mode, failed in zip(modes, failures, strict=True)
-        for verdict in _judge_mode(mode, failed, layouts, global_batch_size, addends)
+        for verdict in _judge_mode(mode, failed, layouts, global_batch_size, sums)
     ]
-    return Comparison(
-        recipe, tuple(layouts), steps, global_batch_size, tuple(modes), tuple(verdicts), commands, addends
-    )
+    return Comparison(recipe, tuple(layouts), steps, global_batch_size, tuple(modes), tuple(verdicts), commands, sums)
 
 
 def common_overrides(recipe: Path, reference: Layout, overrides: Sequence[str], steps: int) -> tuple[list[str], int]:
@@ -228,17 +226,16 @@ def _biting_limit(norms: Sequence[float]) -> float:
 
 
 def _perturbed(
-    recipe: Path, words: list[str], reference: Layout, global_batch_size: int, member: int, addends: dict[str, int]
+    recipe: Path, words: list[str], reference: Layout, global_batch_size: int, member: int, sums: Sums
 ) -> Training:
     """A run of the reference in which everything is moved by what a sum over the step's tokens may be off."""
-    settings = perturbation_settings(member, addends)
+    settings = perturbation_settings(member, sums)
     return plan_training(recipe, words, reference, global_batch_size, _PERTURB, settings)
 
 
-def perturbation_settings(member: int, addends: dict[str, int]) -> tuple[tuple[str, str], ...]:
+def perturbation_settings(member: int, sums: Sums) -> tuple[tuple[str, str], ...]:
     """The environment of a perturbed run: everything moves by what a sum over the step's tokens may be off."""
-    amplitude = UNIT_ROUNDOFF["float32"] * growth(addends["loss"])
-    return (MEMBER, str(member)), (AMPLITUDE, repr(amplitude))
+    return (MEMBER, str(member)), (AMPLITUDE, repr(sums.amplitude))
 
 
 def check_layouts(recipe: Path, layouts: Sequence[Layout], overrides: Sequence[str], steps: int) -> None:
@@ -254,22 +251,23 @@ def check_layouts(recipe: Path, layouts: Sequence[Layout], overrides: Sequence[s
 
 def prepare_words(
     recipe: Path, reference: Layout, overrides: Sequence[str], queue: RunQueue, steps: int
-) -> tuple[list[str], int, dict[str, int]]:
-    """What :func:`compare` gives every layout: overrides (initial weights among them), global batch size, addends."""
+) -> tuple[list[str], int, Sums]:
+    """What :func:`compare` gives every layout: overrides (initial weights among them), global batch size, sums."""
     common, global_batch_size = common_overrides(recipe, reference, overrides, steps)
     seed = make_seed(recipe, common, queue)
     words = [*common, *seed_overrides(seed)]
-    return words, global_batch_size, _addends(recipe, words, reference, global_batch_size, seed)
+    return words, global_batch_size, _sums(recipe, words, reference, global_batch_size, seed)
 
 
-def _addends(recipe: Path, words: list[str], layout: Layout, global_batch_size: int, seed: Path) -> dict[str, int]:
-    """Addends of the last sums of a step: token losses, squares of gradients."""
+def _sums(recipe: Path, words: list[str], layout: Layout, global_batch_size: int, seed: Path) -> Sums:
+    """The last sums of a step: of token losses, of squares of gradients."""
     from torch.distributed.checkpoint import FileSystemReader
 
     resolved = resolve(recipe, [*words, *layout.recipe_overrides(global_batch_size)])
     tensors = FileSystemReader(str(seed)).read_metadata().state_dict_metadata.values()
     parameters = sum(math.prod(tensor.size) for tensor in tensors if hasattr(tensor, "size"))
-    return {"loss": resolved.tokens_per_step, "grad_norm": parameters}
+    dtype = resolved.config.training.mixed_precision_param
+    return Sums(resolved.tokens_per_step, parameters, dtype)
 
 
 def _judge_mode(
@@ -277,13 +275,17 @@ def _judge_mode(
     failed: dict[str, RunFailed],
     layouts: Sequence[Layout],
     global_batch_size: int,
-    addends: dict[str, int],
+    sums: Sums,
 ) -> list[Verdict]:
     reference = layouts[0].text
     verdicts = []
     for number, layout in enumerate(layouts[1:], start=1):
         if layout.text in failed:
-            verdicts.append(Verdict(layout.text, mode.clipped, Kind.FAILED, str(failed[layout.text]), reference))
+            failure = failed[layout.text]
+            kind, step = Kind.FAILED, None
+            if isinstance(failure, RanksDisagree):
+                kind, step = Kind.DIFFERENT, failure.step
+            verdicts.append(Verdict(layout.text, mode.clipped, kind, str(failure), reference, first_step=step))
             continue
         promised: list[tuple[str, Curves, Promise]] = []
         for earlier in layouts[:number]:
@@ -291,7 +293,7 @@ def _judge_mode(
             if made is not None and earlier.text in mode.curves:
                 promised.append((earlier.text, mode.curves[earlier.text], made))
         base = (reference, mode.curves[reference])
-        factors = scale_factors(layout, global_batch_size, addends["loss"])
+        factors = scale_factors(layout, global_batch_size, sums.loss)
         curves = mode.curves[layout.text]
         verdicts.append(judge(layout.text, mode.clipped, curves, base, mode.bounds, promised, factors))
     return verdicts

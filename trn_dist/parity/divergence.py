@@ -31,8 +31,8 @@ from trn_dist.parity.comparison import (
 from trn_dist.parity.layout import Layout
 from trn_dist.parity.recorder import STEPS
 from trn_dist.parity.run_queue import RunQueue
-from trn_dist.parity.training import RunFailed, plan_training
-from trn_dist.parity.verdict import QUANTITIES, Curves, first_difference
+from trn_dist.parity.training import RanksDisagree, RunFailed, plan_training
+from trn_dist.parity.verdict import QUANTITIES, Curves, Kind, Verdict, first_difference
 
 SPREADS = 16.0
 """A tensor differs if it is farther away than this many times what perturbing by rounding units has moved it."""
@@ -282,15 +282,15 @@ def bisect_layouts(
         RecipeError, LayoutError, ComparisonFailed: as :func:`trn_dist.parity.comparison.compare`.
     """
     check_layouts(recipe, [a, b], overrides, steps)
-    words, global_batch_size, addends = prepare_words(recipe, a, overrides, queue, steps)
+    words, global_batch_size, sums = prepare_words(recipe, a, overrides, queue, steps)
     mode: Mode | None = None
     if step is None:
         comparison = compare(recipe, [a, b], overrides, queue=queue, steps=steps, clipping=(clipped,))
         mode = comparison.modes[0]
         for verdict in comparison.verdicts:
-            if verdict.layout not in mode.curves:
+            if verdict.kind is Kind.FAILED:
                 raise ComparisonFailed(f"{verdict.layout}: {verdict.reason}")
-        step = _first_step(mode, a.text, b.text)
+        step = _first_step(mode, comparison.verdicts, a.text, b.text)
         if step is None:
             return Divergence(a.text, b.text, steps, None, None, 0)
         words += ["--training.max_norm", repr(mode.max_norm)]
@@ -305,7 +305,7 @@ def bisect_layouts(
         f"{a} (perturbed, recorded)": (
             a,
             "observe_perturbed",
-            settings + perturbation_settings(1, addends),
+            settings + perturbation_settings(1, sums),
         ),
     }
     trainings = {
@@ -314,10 +314,11 @@ def bisect_layouts(
     }
     results = queue.run(list(trainings.items()))
     for name, result in results.items():
-        if isinstance(result, RunFailed):
+        # Ranks that disagree have recorded what there is to find.
+        if isinstance(result, RunFailed) and not isinstance(result, RanksDisagree):
             raise ComparisonFailed(f"{name}: {result}")
     for layout in (a, b):
-        if mode is not None:
+        if mode is not None and layout.text in mode.curves:
             _check_unchanged(layout, mode.curves[layout.text], results[f"{layout} (recorded)"])
     folders = [queue.cache / training.key for training in trainings.values()]
     before: RecordedStep | None = None
@@ -332,7 +333,7 @@ def bisect_layouts(
             perturbed=moved,
             before=before,
             gradient_scale=(titan_gradient_scale(a), titan_gradient_scale(b)),
-            factors=scale_factors(b, global_batch_size, addends["loss"]),
+            factors=scale_factors(b, global_batch_size, sums.loss),
         )
         if divergence.finding is not None:
             break
@@ -353,8 +354,10 @@ def titan_gradient_scale(layout: Layout) -> float:
     return 1.0 / (layout.dp * layout.cp)
 
 
-def _first_step(mode: Mode, a: str, b: str) -> int | None:
+def _first_step(mode: Mode, verdicts: Sequence[Verdict], a: str, b: str) -> int | None:
     """The first step that differs by more than rounding; else the first with any bit different; else None."""
+    if a not in mode.curves or b not in mode.curves:  # ranks disagree
+        return min(verdict.first_step for verdict in verdicts if verdict.first_step is not None)
     beyond = []
     for quantity in QUANTITIES:
         apart = np.abs(np.asarray(mode.curves[a][quantity]) - np.asarray(mode.curves[b][quantity]))

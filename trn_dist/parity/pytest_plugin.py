@@ -8,6 +8,7 @@ Loaded by pytest through the entry point ``pytest11``; imports torch and the res
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,22 +73,9 @@ def parity(request: pytest.FixtureRequest) -> Callable[..., Any]:
         if report:
             write_report(comparison, Path(report) / request.node.name)
         if not comparison.passes:
-            console = Console(width=120, record=True, quiet=False, file=_Nowhere())
+            console = Console(width=120, record=True, file=io.StringIO())
             print_table(comparison, console)
             pytest.fail(console.export_text(), pytrace=False)
         return comparison
 
     return parity
-
-
-class _Nowhere:
-    """A stream for a console that only records."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        pass
-
-    def isatty(self) -> bool:
-        return False

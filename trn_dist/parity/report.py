@@ -6,6 +6,7 @@ Called by :mod:`trn_dist.cli.parity`. matplotlib is imported when a picture is d
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import io
 import json
@@ -61,7 +62,7 @@ def print_table(comparison: Comparison, console: Console) -> None:
     passed = sum(verdict.kind.passes for verdict in comparison.verdicts)
     console.print(
         f"{passed} of {len(comparison.verdicts)} pass; reference {comparison.reference}, {comparison.steps} steps of "
-        f"{comparison.global_batch_size} samples, float32",
+        f"{comparison.global_batch_size} samples, {comparison.sums.dtype}",
         highlight=False,
     )
 
@@ -85,7 +86,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "steps": comparison.steps,
         "global_batch_size": comparison.global_batch_size,
         "passes": comparison.passes,
-        "addends": comparison.addends,
+        "sums": dataclasses.asdict(comparison.sums),
         "commands": {name: shlex.join(words) for name, words in comparison.commands.items()},
         "verdicts": [
             {
@@ -203,7 +204,7 @@ def as_html(comparison: Comparison, picture: bytes) -> str:
 <html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>
 <h1>{html.escape(title)}</h1>
 <p>{passed} of {len(comparison.verdicts)} pass. Reference {html.escape(comparison.reference)}, {comparison.steps} steps
-of {comparison.global_batch_size} samples, float32, all from the same initial weights and batches.</p>
+of {comparison.global_batch_size} samples, {comparison.sums.dtype}, all from the same initial weights and batches.</p>
 <table><tr>{headings}</tr>{"".join(rows)}</table>
 <p><img alt="Curves and deviations of all layouts" src="data:image/png;base64,{encoded}"></p>
 <p class="note">The band is what rounding alone can do: the rounding of the step's last sum, and Student's quantile

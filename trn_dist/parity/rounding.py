@@ -58,6 +58,29 @@ def student_quantile(degrees_of_freedom: int, tail: float = FALSE_ALARM) -> floa
 
 
 @dataclasses.dataclass(frozen=True)
+class Sums:
+    """The last sums of a training step, from which bounds are derived.
+
+    Attributes:
+        loss: number of addends of the loss: tokens of the global batch.
+        grad_norm: number of addends of the squared gradient norm: parameters.
+        dtype: of activations; the last sums themselves run in float32.
+    """
+
+    loss: int
+    grad_norm: int
+    dtype: str = "float32"
+
+    @property
+    def amplitude(self) -> float:
+        """How far a perturbed run moves everything: what a sum over the step's tokens may be off, and the rounding of
+        the result to the activations' dtype, which another layout may do once more.
+        """
+        low = 2 * UNIT_ROUNDOFF[self.dtype] if self.dtype != "float32" else 0.0
+        return UNIT_ROUNDOFF["float32"] * growth(self.loss) + low
+
+
+@dataclasses.dataclass(frozen=True)
 class Bound:
     """What rounding may do to one curve, step by step; arrays of shape (steps,).
 

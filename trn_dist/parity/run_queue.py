@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trn_dist.parity.training import RunFailed, RunningTraining, Training, finished_steps
-from trn_dist.titan.metrics import InconsistentRanks, Step
+from trn_dist.parity.training import RanksDisagree, RunFailed, RunningTraining, Training, finished_run
+from trn_dist.titan.metrics import Step
 from trn_dist.titan.progress import show_duration
 
 _POLL_S = 0.1
@@ -45,7 +45,7 @@ class RunQueue:
         results: dict[str, Result] = {}
         waiting: list[tuple[str, Training]] = []
         for name, training in trainings:
-            steps = finished_steps(training, self.cache)
+            steps = finished_run(training, self.cache)
             if steps is None:
                 waiting.append((name, training))
             else:
@@ -64,7 +64,7 @@ class RunQueue:
                         if training.key in keys or (training.layout.ranks > free and running):
                             continue
                         waiting.remove((name, training))
-                        steps = finished_steps(training, self.cache)
+                        steps = finished_run(training, self.cache)
                         if steps is not None:
                             results[name] = steps
                             done += training.steps
@@ -78,10 +78,10 @@ class RunQueue:
                                 continue
                             results[name] = run.steps
                             ending = f"{len(run.steps)} steps in {show_duration(time.monotonic() - started)}"
-                        except (RunFailed, InconsistentRanks) as error:
+                        except RunFailed as error:
                             run.stop()
-                            results[name] = error if isinstance(error, RunFailed) else RunFailed(str(error))
-                            ending = "failed"
+                            results[name] = error
+                            ending = "its ranks disagree" if isinstance(error, RanksDisagree) else "failed"
                         del running[name]
                         done += run.training.steps
                         self.console.print(f"{name}: {ending}")

@@ -26,7 +26,7 @@ from typing import Any
 
 import trn_dist
 from trn_dist.parity.layout import Layout
-from trn_dist.titan.metrics import Step, StepMerger
+from trn_dist.titan.metrics import InconsistentRanks, Step, StepMerger
 from trn_dist.titan.recipe import Recipe, resolve, to_toml
 
 _PACKAGE = Path(trn_dist.__file__).parent
@@ -38,6 +38,18 @@ FINISHED = "finished.json"
 
 class RunFailed(RuntimeError):
     """A layout's run ended without its steps. The text holds the exit code and the end of what it printed."""
+
+
+class RanksDisagree(RunFailed):
+    """The run came to its end, but its ranks report different figures for what is the same on all of them.
+
+    Attributes:
+        step: the first step in which they do.
+    """
+
+    def __init__(self, text: str, step: int) -> None:
+        super().__init__(text)
+        self.step = step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +166,7 @@ class RunningTraining:
         self.training = training
         self.result = cache / training.key
         self.steps: list[Step] = []
+        self.disagreement: RanksDisagree | None = None
         # Two comparisons may make the same run at the same time: each in a folder of its own, the first is kept.
         self.folder = cache / f"{training.key}-{os.getpid()}"
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -175,12 +188,10 @@ class RunningTraining:
         """Takes in new steps; True once the run has ended and its result lies in the cache.
 
         Raises:
-            RunFailed: the run ended too early, contradicts itself or has stalled.
+            RanksDisagree: it has come to its end, and its ranks contradict each other.
+            RunFailed: it ended too early or has stalled.
         """
-        new = list(self._merger.new_steps())
-        self.steps += new
-        if new:
-            self._last_news = time.monotonic()
+        self._take_new_steps()
         exit_code = self._process.poll()
         if exit_code is None:
             if time.monotonic() - self._last_news > self._stall_s:
@@ -190,8 +201,11 @@ class RunningTraining:
                     f"ended. {self._tail()}"
                 )
             return False
-        self.steps += self._merger.new_steps()
+        self._take_new_steps()
         self._output.close()
+        if self.disagreement is not None:
+            self._keep()
+            raise self.disagreement
         is_seed = self.training.recipe.config.checkpoint.create_seed_checkpoint
         wanted = [] if is_seed else list(range(1, self.training.steps + 1))
         if exit_code != 0 or [step.step for step in self.steps] != wanted:
@@ -200,6 +214,16 @@ class RunningTraining:
             )
         self._keep()
         return True
+
+    def _take_new_steps(self) -> None:
+        if self.disagreement is not None:
+            return  # the run goes on to its end, for what its observer records
+        try:
+            for step in self._merger.new_steps():
+                self.steps.append(step)
+                self._last_news = time.monotonic()
+        except InconsistentRanks as error:
+            self.disagreement = RanksDisagree(f"the ranks contradict each other: {error}", self._last_step() + 1)
 
     def stop(self) -> None:
         """Ends the run's processes and waits for them."""
@@ -217,6 +241,7 @@ class RunningTraining:
             "layout": self.training.layout.text,
             "command": self.training.command(self.result),
             "steps": [dataclasses.asdict(step) for step in self.steps],
+            "disagreement": str(self.disagreement) if self.disagreement else None,
         }
         (self.folder / FINISHED).write_text(json.dumps(finished), encoding="utf-8")
         try:
@@ -239,11 +264,14 @@ class RunningTraining:
         return f"Its output, {self.folder / 'output.log'}, ends:\n  " + "\n  ".join(lines[-8:])
 
 
-def finished_steps(training: Training, cache: Path) -> list[Step] | None:
-    """The steps of a run that was made before, or None."""
+def finished_run(training: Training, cache: Path) -> list[Step] | RanksDisagree | None:
+    """What came of a run that was made before, or None."""
     try:
         finished = json.loads((cache / training.key / FINISHED).read_text(encoding="utf-8"))
-        return [Step(**step) for step in finished["steps"]]
+        steps = [Step(**step) for step in finished["steps"]]
+        if finished["disagreement"]:
+            return RanksDisagree(finished["disagreement"], len(steps) + 1)
+        return steps
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
         return None
 
@@ -305,8 +333,12 @@ def _code_digest(on_cpu: bool, observer: str | None) -> str:
 
 
 def _module_digest(name: str) -> str | None:
+    """Digest of a module that the recipe imports and of what lies beside it in its package."""
     spec = importlib.util.find_spec(name) if name else None
-    return _digest_of([Path(spec.origin)]) if spec and spec.origin else None
+    if spec is None or spec.origin is None:
+        return None
+    origin = Path(spec.origin)
+    return _digest_of(sorted(origin.parent.glob("*.py")) if spec.parent else [origin])
 
 
 def _digest_of(files: list[Path]) -> str:
