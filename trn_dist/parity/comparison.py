@@ -288,7 +288,11 @@ def _judge_mode(
             verdicts.append(Verdict(layout.text, mode.clipped, kind, str(failure), reference, first_step=step))
             continue
         promised: list[tuple[str, Curves, Promise]] = []
+        wrong = {verdict.layout for verdict in verdicts if not verdict.kind.passes}
         for earlier in layouts[:number]:
+            # A layout that is wrong itself is no measure for others.
+            if earlier.text in wrong:
+                continue
             made = promise(earlier, layout, global_batch_size, mode.clipped)
             if made is not None and earlier.text in mode.curves:
                 promised.append((earlier.text, mode.curves[earlier.text], made))

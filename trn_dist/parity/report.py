@@ -135,7 +135,7 @@ def draw(comparison: Comparison) -> bytes:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     columns = [(mode, quantity) for mode in comparison.modes for quantity in QUANTITIES]
     figure, axes = pyplot.subplots(2, len(columns), figsize=(4.2 * len(columns), 6.4), squeeze=False, sharex=True)
@@ -155,9 +155,12 @@ def draw(comparison: Comparison) -> bytes:
         clipping = f"clipped at {mode.max_norm:g}" if mode.clipped else "clipping off"
         above.set_title(f"{WORDS[quantity]}, {clipping}", fontsize=10)
         below.set_xlabel("step")
+        below.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes[0][0].set_ylabel("value")
     axes[1][0].set_ylabel(f"|deviation from {comparison.reference}|")
-    handles, labels = axes[1][0].get_legend_handles_labels()
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    band, name = axes[1][0].get_legend_handles_labels()
+    handles, labels = [*handles, band[-1]], [*labels, name[-1]]
     figure.legend(handles, labels, loc="lower center", ncols=6, fontsize=8)
     figure.tight_layout(rect=(0, 0.04 + 0.03 * (len(labels) // 6 + 1), 1, 1))
     stream = io.BytesIO()
