@@ -492,6 +492,12 @@ void Communicator::wait_until(
     if (advance(wait, thorough)) {
       return;
     }
+    if (!messages_->idle() && thorough) {
+      messages_->progress();
+    }
+    if (messages_->queued()) {
+      wait.patience = std::min<microseconds>(wait.patience, milliseconds(1));
+    }
     section.unlock();
     try {
       throw_if_failed();

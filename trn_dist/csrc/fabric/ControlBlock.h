@@ -35,7 +35,7 @@ enum class Collective : uint8_t {
 constexpr uint64_t kSlots = 32; // collectives a rank may run ahead of the slowest
 constexpr size_t kInlineBytes = 512; // payload that travels inside a slot
 constexpr size_t kInlineSpans = 4;
-constexpr uint64_t kChannelDepth = 16; // messages on their way from one rank to another before the sender queues them
+constexpr uint64_t kChannelDepth = 64; // messages on their way from one rank to another before the sender queues them
 constexpr size_t kErrorBytes = 8192;
 constexpr int kMaxShape = 6;
 constexpr uint64_t kNoOffset = UINT64_MAX;

@@ -154,6 +154,7 @@ std::shared_ptr<Operation> PointToPoint::send(
     entry.operation = nullptr;
   }
   outbox.entries.push_back(std::move(entry));
+  ++queued_;
   push(to);
   return operation;
 }
@@ -186,6 +187,7 @@ void PointToPoint::push(int to) {
     message.state.store(value(MessageState::Ready), std::memory_order_release);
     channel.posted.store(entry.serial + 1, std::memory_order_release);
     entry.in_ring = true;
+    --queued_;
     pushed = true;
   }
   if (pushed) {

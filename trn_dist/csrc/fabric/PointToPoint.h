@@ -66,6 +66,10 @@ class PointToPoint {
   bool idle() const {
     return active_.empty() && receives_.empty();
   }
+  // Whether messages wait for room in the ring of their receiver.
+  bool queued() const {
+    return queued_ > 0;
+  }
   // Moves all that was not taken into the arena, where it stays for the receivers.
   void depart();
 
@@ -99,6 +103,7 @@ class PointToPoint {
   Communicator& communicator_;
   std::vector<Outbox> outboxes_; // by destination
   std::vector<int> active_; // destinations with entries
+  size_t queued_ = 0; // entries that are not in their ring
   std::vector<uint64_t> heads_; // by source: the first serial that may not have been received
   std::list<std::shared_ptr<ReceiveOperation>> receives_; // in the order of their calls
 };
