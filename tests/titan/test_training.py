@@ -26,9 +26,10 @@ CLIPPED = ["--training.max_norm", "0.25"]
 UNCLIPPED = ["--training.max_norm", "inf"]
 ONE_RANK = ["--neuron.ranks", "1", "--parallelism.data_parallel_shard_degree", "1"]
 
-# Relative tolerance of the gradient norm. PyTorch's CPU kernel adds the squares of a whole tensor one after the other
-# in float32: measured 7e-5 below the true norm for the output layer's 524,288 elements, 4e-6 when in eight shards.
-NORM = 1e-4
+# Relative tolerance of the gradient norm of equal gradients: the recipes sum its squares in float64 (norm_accumulation).
+NORM = 1e-6
+# The same where the gradients themselves differ by rounding.
+ROUNDED_NORM = 1e-5
 
 Train = Callable[..., list[Step]]
 
@@ -80,10 +81,10 @@ def test_one_rank_with_eight_microbatches_agrees_within_rounding(train: Train):
     eight = train("llama3_debug_fsdp8", *UNCLIPPED)
     one = train("llama3_debug_fsdp8", *UNCLIPPED, *ONE_RANK)
     # The first step differs in the order of two sums of eight terms, of losses and of gradients.
-    assert_close(one[:1], eight[:1], loss=8 * 2**-24, grad_norm=NORM)
+    assert_close(one[:1], eight[:1], loss=8 * 2**-24, grad_norm=ROUNDED_NORM)
     # AdamW's first updates are near lr in size whatever the gradient's, so where a gradient is nearly zero its rounding
     # reaches the weights. A wrong scale of the gradients does not show in the loss; it changes the norm by a factor.
-    assert_close(one, eight, loss=1e-5, grad_norm=NORM)
+    assert_close(one, eight, loss=1e-5, grad_norm=ROUNDED_NORM)
 
 
 def test_two_dimensions_from_a_seed_checkpoint_agree_with_one_rank(train: Train, tmp_path: Path):
@@ -94,7 +95,7 @@ def test_two_dimensions_from_a_seed_checkpoint_agree_with_one_rank(train: Train,
     start += ["--checkpoint.initial_load_path", str(tmp_path / "checkpoint" / "step-0")]
     two_dimensions = train("llama3_debug_fsdp4_tp2", *UNCLIPPED, *start)
     one = train("llama3_debug_fsdp8", *UNCLIPPED, *ONE_RANK, *start)
-    assert_close(two_dimensions, one, loss=1e-5, grad_norm=NORM)
+    assert_close(two_dimensions, one, loss=1e-5, grad_norm=ROUNDED_NORM)
 
 
 def test_the_loss_falls(train: Train):

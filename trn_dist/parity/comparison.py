@@ -30,6 +30,7 @@ MEMBERS = 4
 _PERTURB = "trn_dist.parity.perturbation:observe"
 _FLOAT32 = (
     *("--training.mixed_precision_param", "float32"),
+    *("--neuron.norm_accumulation", "float32"),  # the bits of device cpu
     *("--training.mixed_precision_reduce", "float32"),
     *("--training.dtype", "float32"),
 )

@@ -55,6 +55,12 @@ class Neuron:
     layout
     """
 
+    norm_accumulation: Literal["float32", "float64"] = "float32"
+    """
+    What the squares of a float32 gradient norm are summed in. 'float32' gives the bits of PyTorch's CPU kernel, which is
+    off by up to 1e-4 for large tensors and so depends on the sharding; 'float64' agrees between layouts to six digits
+    """
+
     progress: Literal["auto", "bar", "lines"] = "auto"
     """What `trn train` shows: a bar below the lines, lines only, or a bar if the output is a terminal"""
 

@@ -13,6 +13,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
@@ -45,6 +46,7 @@ def with_own_data(spec: TrainSpec) -> TrainSpec:
 
     def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: Any) -> BaseDataLoader:
         training = job_config.training
+        torch.neuron.set_float64_norm(job_config.neuron.norm_accumulation == "float64")
         check_vocabulary(tokenizer, spec.model_args[job_config.model.flavor], job_config)
         if training.dataset not in CORPORA:
             return spec.build_dataloader_fn(

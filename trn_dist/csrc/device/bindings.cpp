@@ -7,6 +7,7 @@
 #include "device/Generator.h"
 #include "device/History.h"
 #include "device/Ledger.h"
+#include "device/Norm.h"
 #include "device/Stream.h"
 
 #include <torch/csrc/profiler/combined_traceback.h>
@@ -239,6 +240,7 @@ void init_device(pybind11::module_& m) {
       "_synchronize_device",
       [](c10::DeviceIndex device) { synchronize_device(device); },
       pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("_set_float64_norm", &set_float64_norm);
   m.def("_default_generator", [](c10::DeviceIndex device) { return default_generator(device); });
   m.def("_cpu_rng", &cpu_rng);
   m.def("_set_cpu_rng", &set_cpu_rng);
