@@ -46,7 +46,10 @@ def with_own_data(spec: TrainSpec) -> TrainSpec:
 
     def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: Any) -> BaseDataLoader:
         training = job_config.training
-        torch.neuron.set_float64_norm(job_config.neuron.norm_accumulation == "float64")
+        if hasattr(torch, "neuron"):
+            torch.neuron.set_float64_norm(job_config.neuron.norm_accumulation == "float64")
+        elif job_config.neuron.norm_accumulation == "float64":  # TorchTitan on another device, by the same recipe
+            raise ValueError('neuron.norm_accumulation = "float64": only the device neuron sums so; write "float32"')
         check_vocabulary(tokenizer, spec.model_args[job_config.model.flavor], job_config)
         if training.dataset not in CORPORA:
             return spec.build_dataloader_fn(
