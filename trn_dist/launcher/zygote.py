@@ -49,6 +49,9 @@ WARM_MODULES = (
     "torch._dynamo",  # the first optimizer imports it: 0.5 s of CPU in each rank
 )
 
+# What the device imports at its first use. Only where torch has loaded it: TORCH_DEVICE_BACKEND_AUTOLOAD=0 prevents that.
+WARM_DEVICE_MODULES = ("trn_dist.hardware", "trn_dist.timing.cluster", "trn_dist.timing.chip_rates")
+
 # Thread pools that libraries would start at import. Set in this process only; ranks get the user's values back.
 _SINGLE_THREADED = {
     "OPENBLAS_NUM_THREADS": "1",
@@ -84,6 +87,9 @@ def _warm_up(program: Program, preload: list[str]) -> float:
     os.environ.update(_SINGLE_THREADED)
     for name in WARM_MODULES:
         _import(name)
+    if "trn_dist._C" in sys.modules:
+        for name in WARM_DEVICE_MODULES:
+            _import(name)
     if not sys.flags.safe_path:
         # As `python -m` and `python script.py` do it; after torch, lest a file of the user's shadow its imports.
         first = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
