@@ -49,7 +49,7 @@ WARM_MODULES = (
     "torch._dynamo",  # the first optimizer imports it: 0.5 s of CPU in each rank
 )
 
-# What the device imports at its first use. Only where torch has loaded it (TORCH_DEVICE_BACKEND_AUTOLOAD=0: it has not).
+# What the device imports at its first use, if torch has loaded it (not so with TORCH_DEVICE_BACKEND_AUTOLOAD=0).
 WARM_DEVICE_MODULES = ("trn_dist.hardware", "trn_dist.timing.cluster", "trn_dist.timing.chip_rates")
 
 # Thread pools that libraries would start at import. Set in this process only; ranks get the user's values back.
