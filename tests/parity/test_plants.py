@@ -63,12 +63,12 @@ PLANTS = (
     Plant("optimizer_state_lost", "fsdp=2", 2, (Cause.STALE,), ("optimizer state",)),
     Plant("rope_offset", "cp=2", 1, (Cause.REPEATED, Cause.MISSING, Cause.OTHER), ("attention",)),
     Plant("weight_stale", "fsdp=2", 2, (Cause.STALE,), ("layers.2.attention.wo", "as used")),
-    Plant("replicas_differ", "ddp=2", 1, (Cause.DISAGREE, Cause.SCALE), ("layers.3.attention.wq",)),
+    Plant("replicas_differ", "ddp=2", 1, (Cause.DISAGREE,), ("layers.3.attention.wq", "as used", "wrong on 1")),
     Plant("gradient_accumulates", "fsdp=2", 2, (Cause.OTHER,), ("gradient before clipping",)),
     Plant(
         "norm_weight_partial", "tp=2", 1, (Cause.NOT_REDUCED,), ("layers.0.attention_norm.weight", "not summed over tp")
     ),
-    Plant("--training.mixed_precision_reduce bfloat16", "fsdp=2", 1, (Cause.LOW_PRECISION,), ("gradient", "bfloat16")),
+    Plant("gradient_reduced_in_bfloat16", "fsdp=2", 1, (Cause.LOW_PRECISION,), ("gradient", "bfloat16")),
     Plant("--optimizer.weight_decay 0.2", "fsdp=2", 1, (Cause.OTHER, Cause.SCALE), ("after the update", "parameter")),
     Plant("--debug.seed 43", "fsdp=2", 1, (), ()),
 )

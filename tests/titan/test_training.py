@@ -26,7 +26,7 @@ CLIPPED = ["--training.max_norm", "0.25"]
 UNCLIPPED = ["--training.max_norm", "inf"]
 ONE_RANK = ["--neuron.ranks", "1", "--parallelism.data_parallel_shard_degree", "1"]
 
-# Relative tolerance of the gradient norm of equal gradients: the recipes sum its squares in float64 (norm_accumulation).
+# Relative tolerance of the norm of equal gradients: the recipes sum its squares in float64 (norm_accumulation).
 NORM = 1e-6
 # The same where the gradients themselves differ by rounding.
 ROUNDED_NORM = 1e-5

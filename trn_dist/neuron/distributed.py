@@ -24,7 +24,7 @@ BACKEND = "neuron"
 
 
 def _create(options: Any, backend_options: Any) -> _C.ProcessGroupNeuron:
-    """Makes one group; the signature is c10d's ``extended_api``. `backend_options` may only set what c10d sets itself."""
+    """Makes one group; the signature is c10d's ``extended_api``. The options may only set what c10d sets itself."""
     from trn_dist import _C
 
     if backend_options is not None and not isinstance(backend_options, _C.ProcessGroupNeuron.Options):
@@ -35,7 +35,7 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroupNeuron:
 
 
 def register_backend() -> None:
-    """Makes ``neuron`` a backend of ``torch.distributed``. Creates no memory, thread or socket; harmless when repeated."""
+    """Makes ``neuron`` a backend of ``torch.distributed``. Creates no memory, thread or socket; may be repeated."""
     if not torch.distributed.is_available():
         return
     from torch.distributed import distributed_c10d as c10d
@@ -44,7 +44,7 @@ def register_backend() -> None:
         return
     # cpu has its default, Gloo, already, and register_backend does not take it away.
     c10d.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["neuron", "cpu"])
-    # The groups that do nothing, which device meshes use for dimensions of size one. Importing the module registers them.
+    # Groups that do nothing, which device meshes use for dimensions of size one. Importing the module registers them.
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
     if "neuron" not in c10d.Backend.backend_capability[c10d.Backend.FAKE]:
@@ -56,8 +56,8 @@ def register_backend() -> None:
 def _serve_unnamed_backend(c10d: Any) -> None:
     """Makes a group without a named backend a neuron group wherever neuron is the accelerator.
 
-    c10d itself would make a group for the accelerator only, call it "undefined", and take Gloo, which is not in the group, for
-    its default backend: DDP then fails.
+    c10d itself would make a group for the accelerator only, call it "undefined", and take Gloo, which is not in the
+    group, for its default backend: DDP then fails.
     """
     original = c10d._new_process_group_helper
 

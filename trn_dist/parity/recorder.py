@@ -89,8 +89,10 @@ class Recorder:
 
     @property
     def recording(self) -> bool:
-        # A forward inside a backward is a recomputation of checkpointed activations, recorded before.
-        return self.step in self.steps and torch._C._current_graph_task_id() == -1
+        # A forward inside a backward is a recomputation of checkpointed activations, recorded before; one without
+        # gradients is a pipeline stage finding out its shapes, or a validation.
+        in_backward = torch._C._current_graph_task_id() != -1
+        return self.step in self.steps and torch.is_grad_enabled() and not in_backward
 
     def _watch(self, name: str, module: torch.nn.Module) -> None:
         def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:

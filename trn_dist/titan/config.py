@@ -57,8 +57,9 @@ class Neuron:
 
     norm_accumulation: Literal["float32", "float64"] = "float32"
     """
-    What the squares of a float32 gradient norm are summed in. 'float32' gives the bits of PyTorch's CPU kernel, which is
-    off by up to 1e-4 for large tensors and so depends on the sharding; 'float64' agrees between layouts to six digits
+    What the squares of a float32 gradient norm are summed in. 'float32' gives the bits of PyTorch's CPU kernel, which
+    is off by up to 1e-4 for large tensors and so depends on the sharding; 'float64' agrees between layouts to six
+    digits
     """
 
     progress: Literal["auto", "bar", "lines"] = "auto"

@@ -1,4 +1,4 @@
-"""One rank of DDP starts from other values of one weight."""
+"""One rank of DDP has other values of one weight."""
 
 import torch
 import torch.distributed as dist
@@ -8,12 +8,13 @@ from tests.parity.plants import with_model
 
 def plant(model_parts, optimizers, parallel_dims):
     def change(module, args):
+        # Here, since DDP sends rank 0's values to all when the model is first called.
         handle.remove()
         if dist.get_rank() == 1:
             with torch.no_grad():
-                dict(module.named_parameters())["layers.3.attention.wq.weight"].mul_(1.01)
+                module.weight.mul_(1.01)
 
-    handle = model_parts[0].register_forward_pre_hook(change, prepend=True)
+    handle = model_parts[0].get_submodule("layers.3.attention.wq").register_forward_pre_hook(change, prepend=True)
 
 
 with_model(plant)
