@@ -10,10 +10,14 @@
 #include "device/Stream.h"
 
 #include <torch/csrc/profiler/combined_traceback.h>
-#include <torch/csrc/profiler/python/combined_traceback.h>
 #include <torch/extension.h>
 
 #include <unordered_map>
+
+namespace torch {
+// As in torch/csrc/profiler/python/combined_traceback.h, which needs a JSON library that the wheel does not ship.
+std::vector<pybind11::object> py_symbolize(std::vector<CapturedTraceback*>& to_symbolize);
+} // namespace torch
 
 namespace trn {
 
