@@ -120,11 +120,14 @@ def neuron(
         if any(isinstance(size, torch.SymInt | torch.SymFloat) for size in sizes):
             raise RuntimeError(DYNAMIC_REFUSED)
     _metrics.compiled(graph)
-    return aot_autograd(
-        fw_compiler=functools.partial(_run_graph, backward=False),
-        bw_compiler=functools.partial(_run_graph, backward=True),
-        keep_inference_input_mutations=True,
-    )(graph, example_inputs)
+    # Random numbers of a checkpointed region are replayed by the generator's state, as eager mode does; PyTorch's other
+    # way, for graphs that a device captures, gives other numbers.
+    with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
+        return aot_autograd(
+            fw_compiler=functools.partial(_run_graph, backward=False),
+            bw_compiler=functools.partial(_run_graph, backward=True),
+            keep_inference_input_mutations=True,
+        )(graph, example_inputs)
 
 
 def _check_mode(mode: str | None) -> None:
@@ -168,6 +171,35 @@ def _prepare_dynamo() -> None:
 
     if not supports_graphsafe_rng(torch.device("neuron")):
         register_graphsafe_rng_device_type("neuron")
+    _support_replayed_draws()
+
+
+def _support_replayed_draws() -> None:
+    """``torch._prims.rng_prims`` replays the draws of checkpointed regions on a closed list of devices."""
+    from torch._C import DispatchKey
+    from torch._prims.rng_prims import get_device, run_and_save_rng_state, run_with_rng_state
+
+    def draw_and_save(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return torch.neuron.get_rng_state(), op(*args, **kwargs)
+
+    def draw_again(state: torch.Tensor, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        present = torch.neuron.get_rng_state()
+        torch.neuron.set_rng_state(state.cpu())
+        result = op(*args, **kwargs)
+        torch.neuron.set_rng_state(present)
+        return result
+
+    def select(kernel: Callable[..., Any], others: Callable[..., Any], before: int, *args: Any, **kwargs: Any) -> Any:
+        return (kernel if get_device(args[before:], kwargs) == "neuron" else others)(*args, **kwargs)
+
+    # By how many arguments come before those of the operator that draws.
+    for operator, kernel, before in ((run_and_save_rng_state, draw_and_save, 1), (run_with_rng_state, draw_again, 2)):
+        if DispatchKey.PrivateUse1 in operator.py_kernels:
+            continue
+        operator.py_impl(DispatchKey.PrivateUse1)(kernel)
+        others = operator.py_kernels[DispatchKey.BackendSelect]
+
+        operator.py_kernels[DispatchKey.BackendSelect] = functools.partial(select, kernel, others, before)
 
 
 def install() -> None:
