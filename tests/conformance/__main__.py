@@ -1,4 +1,4 @@
-"""The whole conformance sweep with its totals: ``python -m tests.conformance [--dtype float32] [--most 3] [NAME ...]``.
+"""The whole conformance sweep, with totals: ``python -m tests.conformance [--dtype float32] [--most 3] [NAME ...]``.
 
 Each operator runs in a worker process that is started anew when one crashes, so that a crash is a result like any other.
 """
@@ -19,7 +19,7 @@ SECONDS_AN_OPERATOR = 300
 
 
 def work() -> None:
-    """Reads operator, dtype and number of samples from standard input, a JSON list a line, and writes the comparison."""
+    """Reads operator, dtype and number of samples, a JSON list a line, and writes a line for each comparison."""
     import torch
 
     from tests.conformance.comparison import compare

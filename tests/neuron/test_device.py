@@ -79,7 +79,7 @@ COUNT = "import torch; print(torch.neuron.device_count(), torch.ones(1, device='
         ({"NEURON_RT_VISIBLE_CORES": "0,2,8-9"}, 4),
         ({"NEURON_RT_NUM_CORES": "4"}, 4),
         ({"NEURON_RT_NUM_CORES": "4", "NEURON_RT_VISIBLE_CORES": "0-1"}, 2),
-        ({"NEURON_LOGICAL_NC_CONFIG": "1"}, 128),
+        ({"NEURON_LOGICAL_NC_CONFIG": "1", "NEURON_RT_NUM_CORES": "100"}, 100),
         ({"TRN_CLUSTER": "trn2.3xlarge"}, 4),
     ],
 )
@@ -94,6 +94,7 @@ def test_device_count_follows_the_environment(environment, count):
         ({"NEURON_RT_VISIBLE_CORES": "x"}, "NEURON_RT_VISIBLE_CORES.*'x'"),
         ({"NEURON_RT_NUM_CORES": "99"}, "NEURON_RT_NUM_CORES.*99.*64"),
         ({"NEURON_LOGICAL_NC_CONFIG": "3"}, "NEURON_LOGICAL_NC_CONFIG.*3"),
+        ({"NEURON_LOGICAL_NC_CONFIG": "1"}, "1 to 127 devices.*128.*NEURON_RT_VISIBLE_CORES"),
         ({"TRN_CLUSTER": "nonesuch"}, "nonesuch"),
     ],
 )
@@ -110,5 +111,5 @@ except Exception as error:
 
 def test_lnc_one_halves_the_memory():
     program = "import torch; print(torch.neuron.get_device_properties().total_memory)"
-    assert run(program, NEURON_LOGICAL_NC_CONFIG="1") == str(12 << 30)
+    assert run(program, NEURON_LOGICAL_NC_CONFIG="1", NEURON_RT_NUM_CORES="64") == str(12 << 30)
     assert run(program, TRN_CLUSTER="trn2.48xlarge") == str(24 << 30)

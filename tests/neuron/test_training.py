@@ -123,8 +123,8 @@ def both(function):
     inputs = torch.randn(5, 6)
     results = []
     for device in ("cpu", "neuron"):
-        output = function(copy.deepcopy(model).to(device), inputs.to(device))
-        results.append([tensor.detach().cpu() for tensor in tree_leaves(output)])
+        output = function(copy.deepcopy(model).to(device), inputs.to(device, copy=True))
+        results.append([tensor.detach().cpu() for tensor in tree_leaves(output) if tensor is not None])
     return results
 
 
@@ -216,40 +216,6 @@ def test_anomaly_mode_finds_nan():
     x = torch.zeros(2, device="neuron", requires_grad=True)
     with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="returned nan"):
         (x.sqrt() * 0).sum().backward()
-
-
-@pytest.mark.parametrize("query_heads,kv_heads,value_size", [(4, 4, 16), (8, 2, 16), (4, 4, 24), (8, 2, 8)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_has_the_cpus_numbers(query_heads, kv_heads, value_size, causal):
-    torch.manual_seed(0)
-    shapes = [(2, query_heads, 40, 16), (2, kv_heads, 40, 16), (2, kv_heads, 40, value_size)]
-    tensors = [torch.randn(shape) for shape in shapes]
-
-    def run(device):
-        q, k, v = (t.to(device, copy=True).requires_grad_() for t in tensors)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=query_heads != kv_heads)
-        out.square().sum().backward()
-        return [t.detach().cpu() for t in (out, q.grad, k.grad, v.grad)]
-
-    for expected, actual in zip(run("cpu"), run("neuron"), strict=True):
-        if value_size == 16:
-            assert torch.equal(expected, actual)
-        else:  # the CPU takes plain operators, the device its flash kernel
-            torch.testing.assert_close(expected, actual)
-
-
-@pytest.mark.parametrize("query_heads,kv_heads,value_size", [(4, 4, 32), (8, 2, 32), (4, 4, 16)])
-def test_attention_needs_no_square_matrix(query_heads, kv_heads, value_size):
-    length = 2048
-    q = torch.randn(1, query_heads, length, 32, device="neuron", requires_grad=True)
-    k = torch.randn(1, kv_heads, length, 32, device="neuron", requires_grad=True)
-    v = torch.randn(1, kv_heads, length, value_size, device="neuron", requires_grad=True)
-    before = torch.neuron.memory_allocated()
-    torch.neuron.reset_peak_memory_stats()
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=query_heads != kv_heads)
-    out.sum().backward()
-    matrix = query_heads * length * length * 4
-    assert torch.neuron.max_memory_allocated() - before < matrix // 2
 
 
 def test_custom_operator_runs_its_cpu_kernel():

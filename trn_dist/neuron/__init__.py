@@ -6,6 +6,7 @@ Names, arguments and statistics keys are those of ``torch.cuda`` and ``torch.acc
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ from trn_dist.neuron.memory import (
 from trn_dist.neuron.memory import (
     set_per_process_memory_fraction as set_per_process_memory_fraction,
 )
+from trn_dist.neuron.random import _get_generator as _get_generator
 from trn_dist.neuron.random import get_rng_state as get_rng_state
 from trn_dist.neuron.random import get_rng_state_all as get_rng_state_all
 from trn_dist.neuron.random import initial_seed as initial_seed
@@ -138,6 +140,11 @@ def set_float64_norm(enabled: bool) -> None:
 
 
 def __getattr__(name: str) -> Any:
+    # The compile backend is imported when it is asked for: importing torch must not wait for it.
+    if name in ("get_dynamo_metrics", "reset_dynamo_metrics"):
+        return getattr(importlib.import_module("trn_dist.neuron.compile"), name)
+    if name == "_initialized":  # asked by torch.utils.checkpoint before it saves the generators' states
+        return _C._is_initialized()
     if name == "default_generators":
         return tuple(_C._default_generator(index) for index in range(device_count()))
     raise AttributeError(f"module 'torch.neuron' has no attribute {name!r}")

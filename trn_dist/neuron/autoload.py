@@ -13,6 +13,7 @@ def load() -> None:
         return
     torch.utils.rename_privateuse1_backend("neuron")
     from trn_dist import neuron
+    from trn_dist.neuron.compile import install as install_compile_rules
     from trn_dist.neuron.distributed import register_backend
     from trn_dist.neuron.upstream import correct_all
     from trn_dist.titan.upstream_patches import install_import_hook
@@ -21,4 +22,5 @@ def load() -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     register_backend()
     correct_all()
+    install_compile_rules()
     install_import_hook()

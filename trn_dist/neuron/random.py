@@ -14,6 +14,11 @@ def _generator(device: Device) -> torch.Generator:
     return _C._default_generator(device_index(device))
 
 
+def _get_generator(device: Device = None) -> torch.Generator:
+    """The device's default generator, where ``torch.compile`` looks for it."""
+    return _generator(device)
+
+
 def get_rng_state(device: Device = "neuron") -> torch.Tensor:
     """The generator's state: a uint8 CPU tensor of 16 bytes, seed and offset as little-endian 64-bit integers."""
     return _generator(device).get_state()

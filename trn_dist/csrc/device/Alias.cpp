@@ -145,6 +145,12 @@ void write_back(const at::Tensor& original, const at::Tensor& alias) {
           from.storage_offset() != to.storage_offset())) {
     to.set_sizes_and_strides(from.sizes(), from.strides(), from.storage_offset());
   }
+  if (C10_UNLIKELY(from.is_conj() != to.is_conj())) {
+    to._set_conj(from.is_conj());
+  }
+  if (C10_UNLIKELY(from.is_neg() != to.is_neg())) {
+    to._set_neg(from.is_neg());
+  }
 }
 
 } // namespace trn

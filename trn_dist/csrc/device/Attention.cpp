@@ -2,6 +2,7 @@
 // variant. It is that variant, and not "flash", because context parallelism in PyTorch can shard it and because "flash" on
 // this backend would be routed to an operator that only the CPU has.
 
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
@@ -22,6 +23,27 @@ namespace {
 
 using at::Tensor;
 
+// There is one fused kernel here, which stands for both of CUDA's variants: sdpa_kernel(EFFICIENT_ATTENTION) must find it,
+// and the CPU's choice looks at the setting for flash alone.
+class EfficientMeansFlash {
+ public:
+  EfficientMeansFlash() : changes_(!at::globalContext().userEnabledFlashSDP() && at::globalContext().userEnabledMemEfficientSDP()) {
+    if (changes_) {
+      at::globalContext().setSDPUseFlash(true);
+    }
+  }
+  ~EfficientMeansFlash() {
+    if (changes_) {
+      at::globalContext().setSDPUseFlash(false);
+    }
+  }
+  EfficientMeansFlash(const EfficientMeansFlash&) = delete;
+  EfficientMeansFlash& operator=(const EfficientMeansFlash&) = delete;
+
+ private:
+  const bool changes_;
+};
+
 // What the CPU would choose, so that the numbers are the CPU's: its flash kernel, or plain operators. One case more goes
 // to the flash kernel: values of another size than queries and keys, whose numbers then differ from the CPU's by rounding.
 // On a chip, too, that case (multi-head latent attention) takes no T×T matrix.
@@ -37,6 +59,7 @@ int64_t fused_sdp_choice(
   // Equal sizes, for the question alone.
   const bool sizes_differ = query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && query.size(3) == key.size(3) &&
       key.size(3) != value.size(3) && value.size(3) > 0;
+  const EfficientMeansFlash setting;
   const auto choice = static_cast<sdp::SDPBackend>(at::native::_fused_sdp_choice_cpp(
       query, key, sizes_differ ? key : value, attn_mask, dropout_p, is_causal, scale, enable_gqa));
   return static_cast<int64_t>(

@@ -32,9 +32,10 @@ namespace {
 
 void check_config(const DeviceConfig& config) {
   TORCH_CHECK_VALUE(
-      config.device_count >= 1 && config.device_count <= 128,
-      "neuron: a node has 1 to 128 logical cores (PyTorch's device index is 8 bits wide), not ",
-      config.device_count);
+      config.device_count >= 1 && config.device_count <= 127,
+      "neuron: a process can have 1 to 127 devices (PyTorch counts them in 8 bits), not ",
+      config.device_count,
+      "; NEURON_RT_VISIBLE_CORES makes a part of a larger node visible");
   const SegmentPolicy& policy = config.policy;
   TORCH_CHECK_VALUE(
       policy.min_block > 0 && policy.min_block % 256 == 0 && std::popcount(policy.classes_per_doubling) <= 1,

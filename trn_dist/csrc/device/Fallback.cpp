@@ -74,10 +74,12 @@ const std::unordered_set<std::string>& mixed_operators() {
 
 // Compositions that pick among kernels by the device they see, or refuse devices that they do not know: taken whole to
 // the CPU, they pick what the CPU would.
-constexpr std::array<std::string_view, 4> kComposedOnCpu = {
+constexpr std::array<std::string_view, 6> kComposedOnCpu = {
     "aten::convolution",
     "aten::convolution_backward",
     "aten::conj_physical_",
+    "aten::linalg_lstsq",
+    "aten::linalg_lstsq.out",
     "aten::mode.values",
 };
 

@@ -28,25 +28,25 @@ c10::DeviceType NeuronGeneratorImpl::device_type() {
 }
 
 void NeuronGeneratorImpl::set_current_seed(uint64_t seed) {
-  seed_ = seed;
-  offset_ = 0;
+  state_->seed = seed;
+  state_->offset = 0;
 }
 
 void NeuronGeneratorImpl::set_offset(uint64_t offset) {
-  offset_ = offset;
+  state_->offset = offset;
 }
 
 uint64_t NeuronGeneratorImpl::get_offset() const {
-  return offset_;
+  return state_->offset;
 }
 
 uint64_t NeuronGeneratorImpl::current_seed() const {
-  return seed_;
+  return state_->seed;
 }
 
 uint64_t NeuronGeneratorImpl::seed() {
   set_current_seed(c10::detail::getNonDeterministicRandom());
-  return seed_;
+  return state_->seed;
 }
 
 void NeuronGeneratorImpl::set_state(const c10::TensorImpl& new_state) {
@@ -62,29 +62,40 @@ void NeuronGeneratorImpl::set_state(const c10::TensorImpl& new_state) {
       " on ",
       new_state.device());
   const auto* bytes = static_cast<const char*>(new_state.data());
-  std::memcpy(&seed_, bytes, 8);
-  std::memcpy(&offset_, bytes + 8, 8);
+  std::memcpy(&state_->seed, bytes, 8);
+  std::memcpy(&state_->offset, bytes + 8, 8);
 }
 
 c10::intrusive_ptr<c10::TensorImpl> NeuronGeneratorImpl::get_state() const {
   // Not at::empty: the dispatcher may lead into a Python mode that waits for the mutex held by our caller.
   auto state = at::detail::empty_cpu({kStateBytes}, at::kByte, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
   auto* bytes = static_cast<char*>(state.mutable_data_ptr());
-  std::memcpy(bytes, &seed_, 8);
-  std::memcpy(bytes + 8, &offset_, 8);
+  std::memcpy(bytes, &state_->seed, 8);
+  std::memcpy(bytes + 8, &state_->offset, 8);
   return state.getIntrusivePtr();
 }
 
+void NeuronGeneratorImpl::graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& other) {
+  auto* generator = dynamic_cast<NeuronGeneratorImpl*>(other.get());
+  TORCH_CHECK(generator != nullptr, "neuron: the state of a generator of another device: ", other->device());
+  state_ = generator->state_;
+}
+
+c10::intrusive_ptr<c10::GeneratorImpl> NeuronGeneratorImpl::graphsafe_get_state() const {
+  auto generator = c10::make_intrusive<NeuronGeneratorImpl>(device().index());
+  generator->state_ = state_;
+  return generator;
+}
+
 uint64_t NeuronGeneratorImpl::advance(uint64_t count) {
-  const uint64_t begin = offset_;
-  offset_ += (count + 3) / 4 * 4;
+  const uint64_t begin = state_->offset;
+  state_->offset += (count + 3) / 4 * 4;
   return begin;
 }
 
 NeuronGeneratorImpl* NeuronGeneratorImpl::clone_impl() const {
   auto* clone = new NeuronGeneratorImpl(device().index());
-  clone->seed_ = seed_;
-  clone->offset_ = offset_;
+  *clone->state_ = *state_;
   return clone;
 }
 

@@ -10,6 +10,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 
 namespace trn {
 
@@ -26,6 +27,9 @@ class NeuronGeneratorImpl final : public c10::GeneratorImpl {
   // The state is a uint8 CPU tensor of 16 bytes: seed and offset, little-endian 64-bit each.
   void set_state(const c10::TensorImpl& new_state) override;
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override;
+  // torch.compile passes a generator's state around as a generator: two that share a state draw from one stream.
+  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& other) override;
+  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override;
 
   // Takes the numbers for `count` elements: returns where they begin.
   uint64_t advance(uint64_t count);
@@ -33,8 +37,11 @@ class NeuronGeneratorImpl final : public c10::GeneratorImpl {
  private:
   NeuronGeneratorImpl* clone_impl() const override;
 
-  uint64_t seed_ = c10::default_rng_seed_val;
-  uint64_t offset_ = 0;
+  struct State {
+    uint64_t seed = c10::default_rng_seed_val;
+    uint64_t offset = 0;
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
 const at::Generator& default_generator(c10::DeviceIndex device);
