@@ -45,7 +45,8 @@ def find_recipe(name: str) -> Path:
     help="Folder for metrics, logs, checkpoints and the resolved recipe.  [default: runs/RECIPE-TIME]",
 )
 @click.option("--show-rank", type=click.IntRange(min=0), metavar="RANK", help="Also show what this rank prints.")
-def train(recipe: str, overrides: tuple[str, ...], run_dir: Path | None, show_rank: int | None) -> None:
+@click.option("--trace", is_flag=True, help="Write a trace of the predicted times, for https://ui.perfetto.dev.")
+def train(recipe: str, overrides: tuple[str, ...], run_dir: Path | None, show_rank: int | None, trace: bool) -> None:
     """Train the model of RECIPE with TorchTitan on simulated Trainium ranks.
 
     RECIPE is a TorchTitan TOML file, or the name of one that ships with this package; its layout gives the number of
@@ -60,4 +61,4 @@ def train(recipe: str, overrides: tuple[str, ...], run_dir: Path | None, show_ra
         from trn_dist.titan.train import run
     except ImportError as error:
         raise click.ClickException(f"{error}; `trn doctor` shows what is missing") from None
-    sys.exit(run(path, list(overrides), run_dir=run_dir, show_rank=show_rank))
+    sys.exit(run(path, list(overrides), run_dir=run_dir, show_rank=show_rank, trace=trace))

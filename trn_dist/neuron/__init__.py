@@ -95,7 +95,14 @@ def _load_chip_rates() -> None:
     start_trace()
 
 
+def _cost_rows(ranks: list[int], operation: str) -> list[tuple[int, int, int]]:
+    from trn_dist.timing.collective_costs import cost_rows
+
+    return cost_rows(ranks, operation)
+
+
 _C._set_chip_rates_loader(_load_chip_rates)
+_C._set_cost_table_loader(_cost_rows)
 
 
 def is_available() -> bool:

@@ -1,7 +1,7 @@
 """What a program asks of virtual time: where it stands, and how a step's time was spent.
 
 A :class:`StepTimes` attributes every picosecond of a step once; ``csrc/timing/Journal.h`` says how. All times are
-predictions for the modelled cluster, none was measured.
+predictions for the modelled cluster, none was measured. Imports no torch until a function is called.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
-
-from trn_dist import _C
 
 PS_PER_US = 1_000_000
 
@@ -157,6 +155,8 @@ def mark_step() -> StepTimes:
     The step ends when the host and the calling thread's current stream are both done. Work in flight on other streams
     counts in the next step. Waits for nothing and changes no time.
     """
+    from trn_dist import _C
+
     raw = _C._mark_step()
     raw["groups"] = tuple(GroupTimes(**group) for group in raw["groups"])
     operators = (OperatorTimes(**operator) for operator in raw["operators"])
@@ -166,9 +166,13 @@ def mark_step() -> StepTimes:
 
 def host_time_us() -> float:
     """The host's virtual time since the start of the process, in microseconds."""
+    from trn_dist import _C
+
     return _C._virtual_host_ps() / PS_PER_US
 
 
 def irreproducible_reason() -> str:
     """Why the times may differ from run to run; empty while they cannot."""
+    from trn_dist import _C
+
     return _C._irreproducible_reason()

@@ -13,7 +13,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from trn_dist import timing
 
 METRICS_FOLDER = "metrics"
 
@@ -30,11 +33,13 @@ def build_rank_metrics_processor(
     Called by TorchTitan's trainer on every rank. A rank's line holds: ``step``; ``loss`` (mean over data-parallel
     ranks) and ``max_loss``, null on a pipeline rank without the last stage; ``grad_norm`` (before clipping); ``lr``;
     ``step_time_s`` (host time a step since the last line); ``hbm_active_peak_bytes``, ``hbm_reserved_peak_bytes``
-    (since the last line).
+    (since the last line); ``predicted`` (virtual time since the last line, see :func:`predicted_line`).
     """
     import torch
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.tools.utils import device_module
+
+    from trn_dist import timing
 
     class RankMetricsProcessor(MetricsProcessor):
         def __init__(self) -> None:
@@ -68,7 +73,15 @@ def build_rank_metrics_processor(
                 "step_time_s": (time.perf_counter() - self.time_last_log) / self.steps_since_last_log,
                 "hbm_active_peak_bytes": memory["active_bytes.all.peak"],
                 "hbm_reserved_peak_bytes": memory["reserved_bytes.all.peak"],
+                "predicted": predicted_line(
+                    timing.mark_step(),
+                    steps=self.steps_since_last_log,
+                    tokens=self.ntokens_since_last_log / parallel_dims.non_data_parallel_size,
+                    flops_per_token=self.num_flops_per_token,
+                    peak_flops=self.gpu_peak_flops,
+                ),
             }
+            timing.flush_trace()
             if self.lines is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 keep_steps_before(self.path, step)
@@ -85,6 +98,41 @@ def build_rank_metrics_processor(
             super().close()
 
     return RankMetricsProcessor()
+
+
+def predicted_line(
+    times: "timing.StepTimes", steps: int, tokens: float, flops_per_token: float, peak_flops: float
+) -> dict[str, Any]:
+    """What one rank's steps would take on the modelled cluster.
+
+    Args:
+        times: of ``steps`` steps.
+        tokens: that this rank stands for: its batches' tokens over the ranks that share them.
+        flops_per_token: of the model, forward and backward, as TorchTitan counts them.
+        peak_flops: of one logical core, as TorchTitan has it.
+
+    Returns:
+        ``cluster``, ``cores_per_chip``; ``step_time_s``; ``parts_ps``, which add up to ``time_ps``, of all ``steps``;
+        ``tokens_per_s_per_core``; ``mfu_percent`` (model FLOPs utilisation in TorchTitan's definition);
+        ``hfu_percent`` (of the matrix engine's operations that were carried out, recomputation included);
+        ``irreproducible``: why the times may differ from run to run, or an empty text.
+    """
+    from trn_dist import timing
+
+    seconds = times.time_ps / 1e12
+    rate = tokens / seconds if seconds else 0.0
+    return {
+        "cluster": timing.cluster().name,
+        "cores_per_chip": timing.cluster().logical_cores_per_chip,
+        "step_time_s": seconds / steps,
+        "steps": steps,
+        "time_ps": times.time_ps,
+        "parts_ps": times.parts(),
+        "tokens_per_s_per_core": rate,
+        "mfu_percent": 100 * flops_per_token * rate / peak_flops,
+        "hfu_percent": 100 * times.flops / seconds / peak_flops if seconds else 0.0,
+        "irreproducible": timing.irreproducible_reason(),
+    }
 
 
 def keep_steps_before(file: Path, step: int) -> None:
@@ -107,6 +155,31 @@ def keep_steps_before(file: Path, step: int) -> None:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """A step on the modelled cluster.
+
+    Attributes:
+        cluster: its name.
+        step_time_s: of the slowest rank. In the first step it includes building the model.
+        tokens_per_s_per_chip: of all ranks together, a chip being several logical cores.
+        mfu_percent: model FLOPs utilisation in TorchTitan's definition.
+        hfu_percent: matrix operations carried out, recomputation included, against the same peak.
+        parts_s: how that rank's step was spent; they add up to ``step_time_s``.
+        rank: that rank.
+        irreproducible: why the times may differ from run to run, or an empty text.
+    """
+
+    cluster: str
+    step_time_s: float
+    tokens_per_s_per_chip: float
+    mfu_percent: float
+    hfu_percent: float
+    parts_s: dict[str, float]
+    rank: int
+    irreproducible: str
+
+
+@dataclass(frozen=True)
 class Step:
     """One step of the whole run, as written to ``metrics.jsonl``.
 
@@ -121,6 +194,7 @@ class Step:
             fit in the core's HBM.
         hbm_active_peak_bytes: memory in live tensors of that rank, at its highest.
         hbm_peak_rank: that rank.
+        predicted: what the modelled cluster would take for this step, of the slowest rank; none of it was measured.
     """
 
     step: int
@@ -132,6 +206,7 @@ class Step:
     hbm_reserved_peak_bytes: int
     hbm_active_peak_bytes: int
     hbm_peak_rank: int
+    predicted: Prediction | None = None
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -170,6 +245,26 @@ def merge_step(lines: list[dict[str, Any]], tokens_per_step: int) -> Step:
         hbm_reserved_peak_bytes=lines[fullest]["hbm_reserved_peak_bytes"],
         hbm_active_peak_bytes=lines[fullest]["hbm_active_peak_bytes"],
         hbm_peak_rank=fullest,
+        predicted=merge_prediction(lines, tokens_per_step) if lines[0].get("predicted") else None,
+    )
+
+
+def merge_prediction(lines: list[dict[str, Any]], tokens_per_step: int) -> Prediction:
+    """Joins the ranks' ``predicted`` of one step."""
+    predictions = [line["predicted"] for line in lines]
+    slowest = max(range(len(lines)), key=lambda rank: predictions[rank]["step_time_s"])
+    of_slowest = predictions[slowest]
+    step_time_s = of_slowest["step_time_s"]
+    chips = len(lines) / of_slowest["cores_per_chip"]
+    return Prediction(
+        cluster=of_slowest["cluster"],
+        step_time_s=step_time_s,
+        tokens_per_s_per_chip=tokens_per_step / step_time_s / chips if step_time_s else 0.0,
+        mfu_percent=of_slowest["mfu_percent"],
+        hfu_percent=of_slowest["hfu_percent"],
+        parts_s={name: time / of_slowest["steps"] / 1e12 for name, time in of_slowest["parts_ps"].items()},
+        rank=slowest,
+        irreproducible=next((reason for p in predictions if (reason := p["irreproducible"])), ""),
     )
 
 

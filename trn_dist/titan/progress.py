@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from trn_dist.titan.metrics import InconsistentRanks, Step, StepMerger, keep_steps_before
+from trn_dist.titan.metrics import InconsistentRanks, Prediction, Step, StepMerger, keep_steps_before
 
 _POLL_S = 0.1
 
@@ -30,12 +30,33 @@ def show_duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def show_short(seconds: float) -> str:
+    """A step's time: 1.234 s, 12.3 ms."""
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def show_prediction(predicted: Prediction) -> str:
+    """What the modelled cluster would do: step time, throughput, utilisation."""
+    return (
+        f"{predicted.cluster} predicted: {show_short(predicted.step_time_s)} a step, "
+        f"{predicted.tokens_per_s_per_chip:,.0f} tokens/s/chip, MFU {predicted.mfu_percent:.2f} %"
+    )
+
+
+def show_parts(predicted: Prediction) -> str:
+    """Where a predicted step goes, the largest part first; parts below half a percent are left to the file."""
+    total = sum(predicted.parts_s.values()) or 1.0
+    parts = sorted(predicted.parts_s.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {100 * time / total:.1f} %" for name, time in parts if time / total >= 0.005)
+
+
 def show_step(step: Step, last_step: int) -> str:
     width = len(str(last_step))
     peak = show_bytes(step.hbm_reserved_peak_bytes)
+    predicted = f"   {show_prediction(step.predicted)}" if step.predicted is not None else ""
     return (
         f"step {step.step:>{width}}/{last_step}   loss {step.loss:8.5f}   grad norm {step.grad_norm:8.4f}   "
-        f"{step.tokens_per_s:7,.0f} tokens/s   HBM peak {peak} (rank {step.hbm_peak_rank})"
+        f"{step.tokens_per_s:7,.0f} tokens/s   HBM peak {peak} (rank {step.hbm_peak_rank}){predicted}"
     )
 
 

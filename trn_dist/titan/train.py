@@ -13,11 +13,13 @@ A run folder holds
 ``metrics.jsonl``   one JSON object a step, see :class:`trn_dist.titan.metrics.Step`
 ``metrics/``        the same before the ranks were joined, one file a rank
 ``logs/``           everything a rank printed, one file a rank
+``trace/``          with ``--trace``: virtual time for Perfetto, ``trace.json`` of all ranks and one file a rank
 ==================  ==================================================================================================
 
 beside what TorchTitan writes to ``job.dump_folder`` (checkpoints, TensorBoard, traces).
 """
 
+import contextlib
 import datetime
 import hashlib
 import importlib.metadata
@@ -29,11 +31,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trn_dist.timing.trace import JOINED_TRACE, TRACE_VARIABLE, join_traces
 from trn_dist.titan.metrics import METRICS_FOLDER, Step
-from trn_dist.titan.progress import RunProgress, show_bytes, show_duration
+from trn_dist.titan.progress import RunProgress, show_bytes, show_duration, show_parts, show_prediction
 from trn_dist.titan.recipe import Recipe, RecipeError, resolve, to_toml
 
 RUNS_FOLDER = Path("runs")
+TRACE_FOLDER = "trace"
 
 # Imported once, before the ranks are forked. Not torchtitan.train itself: each rank runs that as its main program.
 _PRELOAD = (
@@ -44,7 +48,13 @@ _PRELOAD = (
 )
 
 
-def run(recipe: Path, overrides: list[str], run_dir: Path | None = None, show_rank: int | None = None) -> int:
+def run(
+    recipe: Path,
+    overrides: list[str],
+    run_dir: Path | None = None,
+    show_rank: int | None = None,
+    trace: bool = False,
+) -> int:
     """Trains a recipe and shows it on the terminal.
 
     Args:
@@ -53,6 +63,7 @@ def run(recipe: Path, overrides: list[str], run_dir: Path | None = None, show_ra
         run_dir: the run folder; default ``runs/<recipe>-<time>``. A folder that holds a run is refused, unless
             checkpoints are enabled, which then resume it.
         show_rank: also show what this rank prints, TorchTitan's own log lines; they are in ``logs/`` in any case.
+        trace: write a trace of virtual time to ``trace/trace.json``, for Perfetto.
 
     Returns:
         0 when all ranks ended with 0; 2 for a wrong recipe; 1 when the ranks' figures contradict each other; else the
@@ -83,6 +94,8 @@ def run(recipe: Path, overrides: list[str], run_dir: Path | None = None, show_ra
     progress = RunProgress(folder, resolved.ranks, resolved.tokens_per_step, resolved.config.training.steps, bar)
     progress.start()
     exit_code = 1
+    if trace:
+        os.environ[TRACE_VARIABLE] = str(folder / TRACE_FOLDER)
     try:
         exit_code = launch(plan)
     except LaunchError as error:
@@ -93,6 +106,10 @@ def run(recipe: Path, overrides: list[str], run_dir: Path | None = None, show_ra
             print(f"trn train: the ranks contradict each other: {progress.error}", file=sys.stderr)
             exit_code = exit_code or 1
         _conclude(facts, folder, progress, exit_code, seconds)
+        if trace:
+            del os.environ[TRACE_VARIABLE]
+            with contextlib.suppress(FileNotFoundError):  # no rank came as far as an operator
+                join_traces(folder / TRACE_FOLDER)
     _summarise(resolved, folder, progress, exit_code, seconds)
     return exit_code
 
@@ -228,4 +245,11 @@ def _summarise(recipe: Recipe, folder: Path, progress: RunProgress, exit_code: i
     else:
         reached = last.step if last is not None else 0
         ended = f"ended early (exit code {exit_code}) after {show_duration(seconds)}, step {reached} of {steps}"
+    if last is not None and last.predicted is not None:
+        print(f"last step, rank {last.predicted.rank}, {show_prediction(last.predicted)}")
+        print(f"of which {show_parts(last.predicted)}")
+        if last.predicted.irreproducible:
+            print(f"predicted times may differ from run to run: {last.predicted.irreproducible}")
+    if (folder / TRACE_FOLDER / JOINED_TRACE).exists():
+        print(f"trace: {_shown_path(folder / TRACE_FOLDER / JOINED_TRACE)} (https://ui.perfetto.dev)")
     print(f"{ended}: {result}\nrun folder: {_shown_path(folder)}", flush=True)

@@ -1,5 +1,7 @@
 #include "c10d/ProcessGroupNeuron.hpp"
 
+#include "device/Device.h"
+
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -322,6 +324,23 @@ const ProcessGroupNeuron::DeviceStreams& ProcessGroupNeuron::streams(c10::Device
   return it->second;
 }
 
+Enqueued ProcessGroupNeuron::enqueue(const Tensors& tensors) {
+  Enqueued enqueued;
+  // Groups along one dimension of a device mesh are described alike, and named apart.
+  const std::string& description = getGroupDesc();
+  enqueued.group.name =
+      name_id(description.empty() || description == "undefined" ? communicator_->name() : description);
+  enqueued.group.first_rank = *std::min_element(fabric_ranks_.begin(), fabric_ranks_.end());
+  if (!tensors.empty() && is_neuron(tensors[0])) {
+    const auto device = tensors[0].device().index();
+    enqueued.stream = streams(device).collectives;
+    enqueued.ready_ps = trn::enqueue(current_stream(device));
+  } else {
+    enqueued.ready_ps = trn::enqueue(current_stream(current_device()));
+  }
+  return enqueued;
+}
+
 c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::launch(
     CollectiveCall&& call,
     OpType type,
@@ -329,6 +348,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::launch(
     milliseconds timeout,
     bool async) {
   call.timeout = timeout_or(timeout);
+  communicator_->prepare_costs(call.operation);
+  call.enqueued = enqueue(call.tensors);
   return wrap(communicator_->post(std::move(call)), type, std::move(outputs), async);
 }
 
@@ -342,14 +363,13 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::wrap(
     coalescing.outputs.insert(coalescing.outputs.end(), outputs.begin(), outputs.end());
   } else if (!async) {
     operation->finish();
+    operation->join();
   }
   std::optional<c10::Stream> future_stream;
   if (!outputs.empty() && is_neuron(outputs[0])) {
     const DeviceStreams& device = streams(outputs[0].device().index());
     future_stream = device.futures;
-    if (!operation->done()) {
-      add_pending(device.collectives, operation);
-    }
+    add_pending_or_join(device.collectives, operation, operation->done());
   }
   return c10::make_intrusive<WorkNeuron>(
       getRank(), type, std::vector<std::shared_ptr<Operation>>{std::move(operation)}, std::move(outputs), future_stream);
@@ -814,16 +834,18 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::send(Tensors& tensors, int to
   check_one(tensors, "send");
   check_tensor(tensors[0], "send");
   check_root(to, 0, "send");
+  communicator_->prepare_message_costs();
   auto operation =
-      communicator_->send(tensors[0], logical_region(tensors[0]), to, tag, timeout_or(c10d::kUnsetTimeout));
+      communicator_->send(tensors[0], logical_region(tensors[0]), to, tag, timeout_or(c10d::kUnsetTimeout), enqueue(tensors));
   return wrap(std::move(operation), OpType::SEND, tensors, /*async=*/true);
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::receive(Tensors& tensors, int from, int tag, OpType type) {
   check_one(tensors, "recv");
+  communicator_->prepare_message_costs();
   check_tensor(tensors[0], "recv");
   auto operation =
-      communicator_->receive(tensors[0], logical_region(tensors[0]), from, tag, timeout_or(c10d::kUnsetTimeout));
+      communicator_->receive(tensors[0], logical_region(tensors[0]), from, tag, timeout_or(c10d::kUnsetTimeout), enqueue(tensors));
   return wrap(std::move(operation), type, tensors, /*async=*/true);
 }
 

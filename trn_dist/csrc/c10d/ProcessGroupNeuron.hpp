@@ -140,6 +140,9 @@ class ProcessGroupNeuron final : public c10d::Backend {
       Tensors outputs,
       std::chrono::milliseconds timeout,
       bool async);
+  // Launches a call in virtual time, on the current stream of the tensors' device; a barrier's and CPU tensors' is for the
+  // host.
+  Enqueued enqueue(const Tensors& tensors);
   Ref<Work> wrap(std::shared_ptr<Operation> operation, c10d::OpType type, Tensors outputs, bool async);
   Ref<Work> receive(Tensors& tensors, int from, int tag, c10d::OpType type);
   std::chrono::milliseconds timeout_or(std::chrono::milliseconds timeout) const;

@@ -19,11 +19,17 @@ WorkNeuron::WorkNeuron(
       future_stream_(future_stream) {}
 
 bool WorkNeuron::isCompleted() {
-  bool done = true;
+  std::vector<std::shared_ptr<PendingWork>> unfinished;
+  Picoseconds end_ps = 0;
   for (const auto& operation : operations_) {
-    done = operation->poll() && done;
+    if (operation->finished()) {
+      end_ps = std::max(end_ps, operation->end_ps());
+    } else {
+      unfinished.push_back(operation);
+    }
   }
-  return done;
+  const bool done = poll_all(unfinished, end_ps);
+  return host_poll(done ? end_ps : INT64_MAX);
 }
 
 bool WorkNeuron::isSuccess() const {
@@ -59,6 +65,7 @@ void WorkNeuron::synchronize() {
 bool WorkNeuron::wait(std::chrono::milliseconds timeout) {
   for (const auto& operation : operations_) {
     operation->finish(timeout.count() > 0 ? timeout : std::chrono::milliseconds(0));
+    operation->join();
   }
   return true;
 }
@@ -91,9 +98,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkNeuron::getFuture() {
       c10::ListType::create(c10::TensorType::get()), std::move(devices));
   if (future_stream_.has_value()) {
     for (const auto& operation : operations_) {
-      if (!operation->done()) {
-        add_pending(*future_stream_, operation);
-      }
+      add_pending_or_join(*future_stream_, operation, operation->done());
     }
     c10::StreamGuard stream(*future_stream_);
     future->markCompleted(c10::IValue(outputs_));

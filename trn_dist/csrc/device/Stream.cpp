@@ -107,6 +107,14 @@ void add_pending(c10::Stream stream, std::shared_ptr<PendingWork> work) {
   pending.push_back(std::move(work));
 }
 
+void add_pending_or_join(c10::Stream stream, std::shared_ptr<PendingWork> work, bool done) {
+  if (done) {
+    stream_wait(stream, work->end_ps());
+  } else {
+    add_pending(stream, std::move(work));
+  }
+}
+
 std::vector<std::shared_ptr<PendingWork>> pending_on(c10::Stream stream) {
   return pending_of([&](const auto& key) {
     return key.first == stream.device_index() && key.second == stream.id();

@@ -40,6 +40,8 @@ c10::Stream new_stream(c10::DeviceIndex device, int priority = 0);
 
 // Puts work on a stream, after all that it already holds.
 void add_pending(c10::Stream stream, std::shared_ptr<PendingWork> work);
+// The same, or if it is done already only its virtual time.
+void add_pending_or_join(c10::Stream stream, std::shared_ptr<PendingWork> work, bool done);
 // What is pending on a stream, oldest first.
 std::vector<std::shared_ptr<PendingWork>> pending_on(c10::Stream stream);
 // Finishes all pending work of one stream, or of every stream of a device.

@@ -49,6 +49,9 @@ CollectiveOperation::CollectiveOperation(Communicator& communicator, CollectiveC
     : Operation(communicator), call_(std::move(call)) {
   tensors_ = std::move(call_.tensors);
   timeout_ = call_.timeout;
+  enqueued_ = call_.enqueued;
+  name_ = collective_name(call_.operation);
+  message_nbytes_ = std::max(input_nbytes(), output_nbytes());
   in_slot_ = travels_in_slot();
 }
 
@@ -199,6 +202,9 @@ void CollectiveOperation::publish(Post& post) {
   post.agreement = agreement();
   post.factor = call_.factor;
   post.output_nbytes = output_nbytes();
+  post.message_nbytes = message_nbytes_;
+  post.ready_ps = enqueued_.ready_ps;
+  trace_sequence_ = sequence_;
   post.num_inputs = static_cast<uint32_t>(call_.inputs.size());
   post.num_outputs = static_cast<uint32_t>(call_.outputs.size());
   post.chunked_inputs = call_.chunked_inputs;
@@ -236,6 +242,7 @@ bool CollectiveOperation::advance(Wait& wait, bool thorough) {
   }
   if (Slot::reached(state, Slot::done(sequence_))) {
     take_result();
+    times_ = {enqueued_.ready_ps, slot.start_ps, slot.end_ps};
     complete();
     return true;
   }

@@ -196,6 +196,27 @@ void Operation::finish(milliseconds timeout) {
   if (error_ != nullptr) {
     std::rethrow_exception(error_);
   }
+  record();
+}
+
+void Operation::record() {
+  if (!recorded_.exchange(true) && enqueued_.stream.has_value()) {
+    record_collective(
+        *enqueued_.stream,
+        name_id(name_),
+        enqueued_.group,
+        trace_sequence_,
+        static_cast<int64_t>(message_nbytes_),
+        times_);
+  }
+}
+
+void Operation::join() const {
+  if (enqueued_.stream.has_value()) {
+    stream_wait(current_stream(enqueued_.stream->device_index()), times_.end);
+  } else {
+    host_wait(times_.end);
+  }
 }
 
 // ---- Communicator: life ---------------------------------------------------------------------------------------------
@@ -594,6 +615,28 @@ bool Communicator::slot_free(uint64_t sequence) {
   return sequence < retired_by_all_ + kSlots;
 }
 
+void Communicator::prepare_costs(Collective operation) {
+  control_.header().costs[static_cast<size_t>(operation)].prepare(fabric_ranks_, collective_name(operation));
+}
+
+void Communicator::prepare_message_costs() {
+  control_.header().costs[kCollectives].prepare(fabric_ranks_, "send");
+}
+
+void Communicator::time_slot(Slot& slot, const Exchange& exchange) {
+  ControlHeader& header = control_.header();
+  Picoseconds start = header.busy_until_ps;
+  uint64_t nbytes = 0;
+  for (int r = 0; r < size(); ++r) {
+    start = std::max(start, exchange.post(r).ready_ps);
+    nbytes = std::max(nbytes, exchange.post(r).message_nbytes);
+  }
+  const auto operation = static_cast<size_t>(exchange.post(rank_).operation);
+  slot.start_ps = start;
+  slot.end_ps = start + header.costs[operation].time_ps(static_cast<int64_t>(nbytes));
+  header.busy_until_ps = slot.end_ps;
+}
+
 std::shared_ptr<Operation> Communicator::post(CollectiveCall&& call) {
   throw_if_unusable();
   auto operation = std::make_shared<CollectiveOperation>(*this, std::move(call));
@@ -655,6 +698,7 @@ void Communicator::open_slot(uint64_t sequence) {
     throw_if_failed();
   }
   Slot& slot = control_.slot(sequence);
+  time_slot(slot, exchange);
   const Post& post = exchange.post(rank_);
   if (post.in_slot) {
     if (post.operation == Collective::AllReduce) {
@@ -731,11 +775,12 @@ std::shared_ptr<Operation> Communicator::send(
     Region region,
     int to,
     int tag,
-    milliseconds timeout) {
+    milliseconds timeout,
+    Enqueued enqueued) {
   throw_if_unusable();
   Section section(*this);
   throw_if_failed();
-  return messages_->send(tensor, region, to, tag, timeout);
+  return messages_->send(tensor, region, to, tag, timeout, enqueued);
 }
 
 std::shared_ptr<Operation> Communicator::receive(
@@ -743,11 +788,12 @@ std::shared_ptr<Operation> Communicator::receive(
     Region region,
     int from,
     int tag,
-    milliseconds timeout) {
+    milliseconds timeout,
+    Enqueued enqueued) {
   throw_if_unusable();
   Section section(*this);
   throw_if_failed();
-  return messages_->receive(tensor, region, from, tag, timeout);
+  return messages_->receive(tensor, region, from, tag, timeout, enqueued);
 }
 
 } // namespace trn

@@ -18,6 +18,7 @@
 #include "fabric/ControlBlock.h"
 #include "fabric/Exchange.h"
 #include "fabric/Fabric.h"
+#include "timing/VirtualClock.h"
 #include "fabric/Region.h"
 
 #include <ATen/core/Tensor.h>
@@ -44,6 +45,13 @@ namespace trn {
 class Communicator;
 class PointToPoint;
 
+// Where and when a call was enqueued in virtual time.
+struct Enqueued {
+  std::optional<c10::Stream> stream; // that shows it; none: it works for the host
+  GroupName group{};
+  Picoseconds ready_ps = 0;
+};
+
 struct CollectiveCall {
   Collective operation = Collective::Barrier;
   c10::ScalarType dtype = c10::ScalarType::Byte;
@@ -57,6 +65,7 @@ struct CollectiveCall {
   bool chunked_outputs = false;
   c10::SmallVector<int64_t, 6> shape; // of the first tensor, for messages
   std::vector<at::Tensor> tensors; // kept alive until the collective is done
+  Enqueued enqueued;
   std::chrono::milliseconds timeout{0};
 };
 
@@ -82,6 +91,16 @@ class Operation : public PendingWork, public std::enable_shared_from_this<Operat
     return source_.load(std::memory_order_acquire);
   }
   virtual std::string describe() const = 0;
+  // Once done: when, in virtual time.
+  Picoseconds end_ps() const final {
+    return times_.end;
+  }
+  // Once finished: what the current stream of its device, or else the host, does from now on comes after it in virtual time.
+  void join() const;
+  // Whether this rank has waited for it.
+  bool finished() const {
+    return recorded_.load(std::memory_order_relaxed);
+  }
   // Fails the group of this operation, on every rank.
   void fail_group(const std::string& reason);
 
@@ -102,8 +121,17 @@ class Operation : public PendingWork, public std::enable_shared_from_this<Operat
   virtual std::vector<int> missing() const = 0;
   // Tells the peers that this rank now waits for the operation, or no longer does.
   virtual void attend(bool waiting) = 0;
+  // Before it is done: where it was enqueued, what it is called, what it moves and, if known already, when.
+  void enqueue(Enqueued enqueued, const char* name, uint64_t nbytes, Transfer times) {
+    enqueued_ = enqueued;
+    name_ = name;
+    message_nbytes_ = nbytes;
+    times_ = times;
+  }
   // With the mutex held.
   void complete(std::exception_ptr error = nullptr);
+  // Enters it into the account of virtual time, once, at the point of the program that waits for it.
+  void record();
 
   std::shared_ptr<Communicator> communicator_;
   std::atomic<bool> done_{false};
@@ -113,6 +141,12 @@ class Operation : public PendingWork, public std::enable_shared_from_this<Operat
   std::vector<at::Tensor> tensors_;
   std::chrono::milliseconds timeout_{0};
   std::chrono::steady_clock::time_point started_;
+  Enqueued enqueued_;
+  Transfer times_{}; // set before done
+  const char* name_ = ""; // of what is transferred, in accounts and traces
+  uint64_t message_nbytes_ = 0;
+  uint64_t trace_sequence_ = 0; // the same for all members
+  std::atomic<bool> recorded_{false};
   std::atomic<int64_t> next_check_ms_{0}; // since started_: when poll() looks after the peers' health next
 };
 
@@ -150,15 +184,26 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       std::chrono::milliseconds timeout);
   ~Communicator();
 
+  // Has the costs of an operation worked out. Without any lock held.
+  void prepare_costs(Collective operation);
+  void prepare_message_costs();
+
   std::shared_ptr<Operation> post(CollectiveCall&& call);
-  std::shared_ptr<Operation> send(const at::Tensor& tensor, Region region, int to, int tag, std::chrono::milliseconds timeout);
+  std::shared_ptr<Operation> send(
+      const at::Tensor& tensor,
+      Region region,
+      int to,
+      int tag,
+      std::chrono::milliseconds timeout,
+      Enqueued enqueued);
   // from < 0: any source
   std::shared_ptr<Operation> receive(
       const at::Tensor& tensor,
       Region region,
       int from,
       int tag,
-      std::chrono::milliseconds timeout);
+      std::chrono::milliseconds timeout,
+      Enqueued enqueued);
 
   // Fails the group on every rank: all operations, present and later, raise `reason`.
   void fail(const std::string& reason);
@@ -229,6 +274,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool slot_free(uint64_t sequence);
   // Compares the posts and opens, or at once completes, the collective.
   void open_slot(uint64_t sequence);
+  // When it begins and ends in virtual time.
+  void time_slot(Slot& slot, const Exchange& exchange);
   void finish_slot(Slot& slot, uint64_t sequence);
   // Takes segments of an open collective; true when it is done.
   bool help(uint64_t sequence, bool thorough);

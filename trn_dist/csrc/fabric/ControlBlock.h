@@ -13,6 +13,7 @@
 // A rank touches a slot only between its post and its retirement, so no reader can meet the slot's next use.
 
 #include "fabric/Reduce.h"
+#include "timing/CollectiveCost.h"
 
 #include <atomic>
 #include <cstddef>
@@ -32,6 +33,7 @@ enum class Collective : uint8_t {
   AllToAll,
 };
 
+constexpr size_t kCollectives = 9;
 constexpr uint64_t kSlots = 32; // collectives a rank may run ahead of the slowest
 constexpr size_t kInlineBytes = 512; // payload that travels inside a slot
 constexpr size_t kInlineSpans = 4;
@@ -56,6 +58,8 @@ struct alignas(64) Post {
   uint64_t agreement; // derived from the sizes that every rank must see alike
   double factor; // for PremulSum
   uint64_t output_nbytes; // all outputs together
+  uint64_t message_nbytes; // all inputs together, or all outputs if they are more
+  Picoseconds ready_ps; // virtual time at which this rank can begin
   uint32_t num_inputs;
   uint32_t num_outputs;
   bool chunked_inputs; // each input is cut in equal parts, one a rank
@@ -73,6 +77,8 @@ struct alignas(64) Slot {
   std::atomic<uint32_t> sleepers;
   alignas(64) std::atomic<uint32_t> remaining; // segments not yet finished
   uint64_t segment_bytes;
+  Picoseconds start_ps; // virtual time, known once the state is ready
+  Picoseconds end_ps;
   alignas(64) std::byte result[kInlineBytes]; // of a small all-reduce
 
   static uint32_t ready(uint64_t sequence) {
@@ -112,6 +118,7 @@ struct alignas(64) Message {
   std::atomic<uint64_t> serial; // within the channel
   uint64_t offset; // of the payload in the sender's arena
   uint64_t nbytes;
+  Picoseconds ready_ps; // virtual time at which the sender can begin
 };
 
 struct alignas(64) Channel {
@@ -128,6 +135,10 @@ struct alignas(64) ControlHeader {
   alignas(64) std::atomic<uint32_t> retire_bell; // futex: some rank has retired a collective
   std::atomic<uint32_t> retire_sleepers;
   alignas(64) char error[kErrorBytes];
+  // Virtual time. Collectives of a group run one after the other; written by the last to arrive at each, who has seen all
+  // that its predecessor wrote.
+  Picoseconds busy_until_ps;
+  SharedCostTable costs[kCollectives + 1]; // by Collective, then of a message
 };
 
 constexpr uint64_t kControlMagic = 0x74726e2d63746c31;

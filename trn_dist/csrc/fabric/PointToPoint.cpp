@@ -134,10 +134,16 @@ std::shared_ptr<Operation> PointToPoint::send(
     Region region,
     int to,
     int tag,
-    std::chrono::milliseconds timeout) {
+    std::chrono::milliseconds timeout,
+    Enqueued enqueued) {
   auto operation = std::make_shared<SendOperation>(communicator_, tensor, region, to, tag);
   operation->timeout_ = timeout;
   Outbox& outbox = outboxes_[to];
+  // In virtual time, too, the sender goes on without its receiver: after it has put the payload on the link.
+  const Picoseconds start = std::max(enqueued.ready_ps, outbox.busy_until_ps);
+  outbox.busy_until_ps = start + transfer_ps(region.nbytes);
+  operation->enqueue(enqueued, "send", region.nbytes, {enqueued.ready_ps, start, outbox.busy_until_ps});
+  operation->trace_sequence_ = trace_sequence(outbox.next_serial, communicator_.rank(), to);
   collect(to);
   if (outbox.entries.empty()) {
     active_.push_back(to);
@@ -147,6 +153,7 @@ std::shared_ptr<Operation> PointToPoint::send(
   entry.nbytes = region.nbytes;
   entry.tag = tag;
   entry.serial = outbox.next_serial++;
+  entry.ready_ps = start;
   operation->sequence_ = entry.serial;
   if (region.nbytes <= kEagerBytes || region.layout != nullptr || !Arena::get().contains(region.data)) {
     stage(entry);
@@ -184,6 +191,7 @@ void PointToPoint::push(int to) {
     message.offset =
         entry.staged != nullptr ? entry.staged->offset() : Arena::get().offset_of(entry.operation->region_.data);
     message.nbytes = entry.nbytes;
+    message.ready_ps = entry.ready_ps;
     message.state.store(value(MessageState::Ready), std::memory_order_release);
     channel.posted.store(entry.serial + 1, std::memory_order_release);
     entry.in_ring = true;
@@ -263,6 +271,16 @@ bool PointToPoint::detach(Outbox::Entry& entry, int to) {
   return true;
 }
 
+// The same number on both sides, and another for every message of the group.
+uint64_t PointToPoint::trace_sequence(uint64_t serial, int from, int to) const {
+  const auto pair = static_cast<uint64_t>(from) * static_cast<uint64_t>(communicator_.size()) + static_cast<uint64_t>(to);
+  return (pair << 32) + serial;
+}
+
+Picoseconds PointToPoint::transfer_ps(uint64_t nbytes) const {
+  return communicator_.control_.header().costs[kCollectives].time_ps(static_cast<int64_t>(nbytes));
+}
+
 // ---- PointToPoint: receiving ----------------------------------------------------------------------------------------
 
 std::shared_ptr<Operation> PointToPoint::receive(
@@ -270,9 +288,14 @@ std::shared_ptr<Operation> PointToPoint::receive(
     Region region,
     int from,
     int tag,
-    std::chrono::milliseconds timeout) {
+    std::chrono::milliseconds timeout,
+    Enqueued enqueued) {
   auto operation = std::make_shared<ReceiveOperation>(communicator_, tensor, region, from, tag);
   operation->timeout_ = timeout;
+  operation->enqueue(enqueued, "recv", region.nbytes, {});
+  if (from < 0) {
+    mark_irreproducible("the program received from any source");
+  }
   receives_.push_back(operation);
   progress();
   return operation;
@@ -336,7 +359,10 @@ bool PointToPoint::take(ReceiveOperation& receive, int from) {
       return false;
     }
     receive.region_.write(sender.base + message.offset);
+    const Picoseconds start = std::max(message.ready_ps, receive.enqueued_.ready_ps);
     set_state(message, MessageState::Done);
+    receive.times_ = {receive.enqueued_.ready_ps, start, start + transfer_ps(receive.region_.nbytes)};
+    receive.trace_sequence_ = trace_sequence(serial, from, communicator_.rank());
     receive.source_.store(from, std::memory_order_release);
     receive.complete();
     return true;

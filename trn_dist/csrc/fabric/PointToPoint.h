@@ -55,13 +55,20 @@ class PointToPoint {
  public:
   explicit PointToPoint(Communicator& communicator);
 
-  std::shared_ptr<Operation> send(const at::Tensor& tensor, Region region, int to, int tag, std::chrono::milliseconds timeout);
+  std::shared_ptr<Operation> send(
+      const at::Tensor& tensor,
+      Region region,
+      int to,
+      int tag,
+      std::chrono::milliseconds timeout,
+      Enqueued enqueued);
   std::shared_ptr<Operation> receive(
       const at::Tensor& tensor,
       Region region,
       int from,
       int tag,
-      std::chrono::milliseconds timeout);
+      std::chrono::milliseconds timeout,
+      Enqueued enqueued);
   void progress();
   bool idle() const {
     return active_.empty() && receives_.empty();
@@ -85,10 +92,12 @@ class PointToPoint {
       uint64_t nbytes = 0;
       int tag = 0;
       uint64_t serial = 0;
+      Picoseconds ready_ps = 0;
       bool in_ring = false;
     };
     std::deque<Entry> entries; // oldest first; those beyond the ring's depth wait their turn
     uint64_t next_serial = 0;
+    Picoseconds busy_until_ps = 0; // virtual time
   };
 
   void push(int to);
@@ -97,6 +106,8 @@ class PointToPoint {
   // Ends the sender's part of a message that nobody has taken yet. False while the receiver is copying it.
   bool detach(Outbox::Entry& entry, int to);
   void stage(Outbox::Entry& entry);
+  uint64_t trace_sequence(uint64_t serial, int from, int to) const;
+  Picoseconds transfer_ps(uint64_t nbytes) const;
   bool match(ReceiveOperation& receive);
   bool take(ReceiveOperation& receive, int from);
 

@@ -2,6 +2,7 @@
 
 #include "device/Device.h"
 #include "device/Stream.h"
+#include "timing/CollectiveCost.h"
 #include "timing/OperatorCost.h"
 #include "timing/Trace.h"
 #include "timing/VirtualClock.h"
@@ -123,6 +124,19 @@ void init_timing(pybind11::module_& m) {
     set_chip_rates_loader([function] {
       const pybind11::gil_scoped_acquire interpreter;
       (*function)();
+    });
+  });
+  m.def("_set_cost_table_loader", [](pybind11::function load) {
+    auto* function = new pybind11::function(std::move(load));
+    set_cost_table_loader([function](const std::vector<int>& ranks, const std::string& operation) {
+      const pybind11::gil_scoped_acquire interpreter;
+      std::vector<CostPiece> pieces;
+      for (const pybind11::handle row : (*function)(ranks, operation)) {
+        const auto [from_bytes, alpha_ps, beta_ps_per_mib] =
+            row.cast<std::tuple<int64_t, Picoseconds, Picoseconds>>();
+        pieces.push_back({from_bytes, alpha_ps, beta_ps_per_mib});
+      }
+      return pieces;
     });
   });
   m.def("_virtual_host_ps", &host_time);
