@@ -9,9 +9,11 @@ installed by :mod:`trn_dist.titan.observe`; a program with a trainer of its own 
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -71,6 +73,7 @@ class Recorder:
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
         self._updated = 0
         self._started = False
+        self._trial = False
         for number, part in enumerate(self.model_parts):
             for name, module in part.named_modules():
                 self._watch(self._module_name(name, number), module)
@@ -90,12 +93,14 @@ class Recorder:
     @property
     def recording(self) -> bool:
         # A forward inside a backward is a recomputation of checkpointed activations, recorded before; one without
-        # gradients is a pipeline stage finding out its shapes, or a validation.
+        # gradients is a validation.
         in_backward = torch._C._current_graph_task_id() != -1
-        return self.step in self.steps and torch.is_grad_enabled() and not in_backward
+        return self.step in self.steps and torch.is_grad_enabled() and not in_backward and not self._trial
 
     def _watch(self, name: str, module: torch.nn.Module) -> None:
         def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            if module in self.model_parts:
+                self._trial = _is_trial()
             if not self.recording:
                 return
             if not self._started:
@@ -206,6 +211,16 @@ class Recorder:
         part = file.with_suffix(".part")
         torch.save({"coordinates": self.coordinates, "records": self.records}, part)
         part.replace(file)
+
+
+def _is_trial() -> bool:
+    """Whether a pipeline stage runs its module only to find out shapes, which it does before the first microbatch."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_forward_metadata_inference":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def titan_coordinates(parallel_dims: Any, rank: int) -> dict[str, tuple[int, int]]:
