@@ -2,9 +2,9 @@
 
     python benchmarks/parity_false_alarms.py --runs 200
 
-Every comparison draws a seed, a sequence length, a batch, a learning rate and layouts from its own number, so a run can be
-repeated with ``--first N --runs 1``. Prints a line for each verdict and at the end the false alarms; the exit code is 1
-if there is one. About 20 seconds a verdict on two idle cores.
+Every comparison draws a seed, a sequence length, a batch, a learning rate and layouts from its own number, so a run
+can be repeated with ``--first N --runs 1``. Prints a line for each verdict and at the end the false alarms; the exit
+code is 1 if there is one. About 20 seconds a verdict on two idle cores.
 """
 
 from __future__ import annotations
