@@ -77,6 +77,7 @@ def test_mistakes_end_with_2_before_anything_runs(arguments: list[str], words: s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_whole_list_on_the_debug_recipe(tmp_path: Path):
     found = call("--cache", str(tmp_path / "cache"), "--out", str(tmp_path))
     assert found.exit_code == 0, found.output

@@ -20,6 +20,8 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "llama3_debug.toml"
 SHORT = ("--training.seq_len", "64", "--training.max_norm", "0.25")
 STEPS = 2
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @dataclasses.dataclass(frozen=True)
 class Plant:
@@ -104,6 +106,7 @@ def test_the_first_tensor_and_the_cause_are_named(plant: Plant, queue: RunQueue)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_curves_show_every_bug_that_reaches_them(queue: RunQueue):
     layouts = [parse_layout(text) for text in ("1", *(plant.text for plant in PLANTS))]
     comparison = compare(RECIPE, layouts, SHORT, queue=queue, steps=4, clipping=(False,))
