@@ -12,7 +12,7 @@ from trn_dist.parity.comparison import Comparison, Mode
 from trn_dist.parity.layout import parse_layouts
 from trn_dist.parity.report import as_html, as_json, draw, print_table, write_report
 from trn_dist.parity.rounding import Bound, Sums
-from trn_dist.parity.verdict import Excess, Kind, Verdict
+from trn_dist.parity.verdict import Curves, Excess, Kind, Verdict
 
 
 @pytest.fixture
@@ -20,7 +20,9 @@ def comparison() -> Comparison:
     curve = [8.0, 7.0, 6.0]
     wrong = [8.0, 7.0, math.nan]
     bound = Bound(np.full(3, 1e-6), np.full(3, 1e-6), 8.6)
-    curves = {name: {"loss": c, "grad_norm": curve} for name, c in (("1", curve), ("tp=2", curve), ("cp=2", wrong))}
+    curves: dict[str, Curves] = {
+        name: {"loss": c, "grad_norm": curve} for name, c in (("1", curve), ("tp=2", curve), ("cp=2", wrong))
+    }
     modes = tuple(Mode(limit, curves, {"loss": bound, "grad_norm": bound}) for limit in (math.inf, 0.25))
     worst = Excess("loss", 3, math.nan, 1e-5)
     verdicts = tuple(
