@@ -93,6 +93,8 @@ def test_microbatches_accumulate_without_a_pipeline():
         ("fsdp=3", "3 data-parallel ranks cannot share the recipe's global batch of 8 samples"),
         ("fsdp=16", "16 data-parallel ranks cannot share"),
         ("fsdp=2,microbatch=3", "microbatches of 3 do not divide"),
+        ("pp=2,microbatch=8", "1 microbatches of 8; a pipeline of 2 stages needs 2 or more"),
+        ("fsdp=8,pp=2", "1 microbatches of 1; a pipeline of 2 stages needs 2 or more"),
     ],
 )
 def test_batches_that_cannot_be_shared_are_refused(text: str, words: str):

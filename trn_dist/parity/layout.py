@@ -79,6 +79,12 @@ class Layout:
                 f"layout {self.text!r}: a rank has {share} samples a step, which microbatches of {size} do not divide; "
                 f"choose microbatch=N with N a divisor of {share}"
             )
+        if share // size < self.pp:
+            raise LayoutError(
+                f"layout {self.text!r}: a rank has {share} samples a step, {share // size} microbatches of {size}; a "
+                f"pipeline of {self.pp} stages needs {self.pp} or more: choose a smaller microbatch=N or a larger "
+                "--training.global_batch_size"
+            )
         return size
 
     def backwards_per_step(self, global_batch_size: int) -> int:
