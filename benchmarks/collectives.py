@@ -32,7 +32,7 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """"64K" -> 65536, in bytes."""
+    """ "64K" -> 65536, in bytes."""
     digits = text.rstrip("KMG")
     if not digits.isdigit() or text[len(digits) :] not in UNITS:
         raise argparse.ArgumentTypeError(f"a size is a number with K, M or G behind it or nothing, got {text!r}")
@@ -132,9 +132,7 @@ def rank_main(rank: int, port: int, options: argparse.Namespace, pipe: Connectio
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        "neuron", store=store, rank=rank, world_size=options.ranks, timeout=timedelta(seconds=120)
-    )
+    dist.init_process_group("neuron", store=store, rank=rank, world_size=options.ranks, timeout=timedelta(seconds=120))
     neuron = dist.group.WORLD
     groups = {"neuron": neuron, "neuron-cpu": neuron}
     if "gloo" in options.backends:
@@ -166,7 +164,10 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=[4, 1 << 16, 1 << 20, 32 << 20])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument(
-        "--backends", nargs="+", choices=["neuron", "neuron-cpu", "gloo"], default=["neuron", "gloo"],
+        "--backends",
+        nargs="+",
+        choices=["neuron", "neuron-cpu", "gloo"],
+        default=["neuron", "gloo"],
         help="neuron-cpu: the neuron group on CPU tensors",
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each measurement")

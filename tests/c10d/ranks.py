@@ -6,6 +6,7 @@ second, and whatever the test process did before does not reach them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -26,12 +27,21 @@ DEADLINE_S = 60.0
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.c10d.ranks"])
+# What the tests' own modules import is imported once, in the server.
+_PRELOAD = (
+    "pytest",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "tests.c10d.ranks",
+)
+_context.set_forkserver_preload(list(_PRELOAD))
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one rank did. `error` is the traceback's text; both are None when the process ended without an answer."""
+    """What one rank did. `error` is the traceback's text; it and `value` are None when the process ended without a word."""
 
     value: Any = None
     error: str | None = None
@@ -59,55 +69,77 @@ def _rank_main(
         pipe.send(Outcome(value=value, seconds=time.monotonic() - begin))
     except BaseException as error:
         pipe.send(
-            Outcome(
-                error=traceback.format_exc(), error_type=type(error).__name__, seconds=time.monotonic() - begin
-            )
+            Outcome(error=traceback.format_exc(), error_type=type(error).__name__, seconds=time.monotonic() - begin)
         )
         pipe.close()
         os._exit(1)
 
 
+def _fork_ranks(size: int, pipes: list[Connection], report: Connection, rest: tuple) -> None:
+    """Forks the ranks, in a process group of its own by which they can all be ended, and reports how each one ended."""
+    os.setpgrp()
+    report.send(os.getpid())
+    ranks_by_pid = {}
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            for other in range(size):
+                if other != rank:
+                    pipes[other].close()
+            code = 1
+            try:
+                _rank_main(rank, size, *rest[:3], pipes[rank], *rest[3:])
+                code = 0
+            finally:
+                os._exit(code)
+        ranks_by_pid[pid] = rank
+    for pipe in pipes:
+        pipe.close()
+    exitcodes = {}
+    while len(exitcodes) < size:
+        pid, status = os.wait()
+        exitcodes[ranks_by_pid[pid]] = os.waitstatus_to_exitcode(status)
+    report.send(exitcodes)
+
+
 def outcomes(
-    size: int, fn: Callable, *args: Any, backend: str = "neuron", timeout_s: float = 30.0, deadline_s: float = DEADLINE_S
+    size: int,
+    fn: Callable,
+    *args: Any,
+    backend: str = "neuron",
+    timeout_s: float = 30.0,
+    deadline_s: float = DEADLINE_S,
 ) -> list[Outcome]:
     """Runs ``fn(rank, size, *args)`` on `size` ranks and tells what became of each. Fails the test when one hangs."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes, pipes = [], []
-    for rank in range(size):
-        ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(
-            target=_rank_main, args=(rank, size, server.port, backend, timeout_s, theirs, fn, args), daemon=True
-        )
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    results: list[Outcome | None] = [None] * size
+    pairs = [_context.Pipe(duplex=False) for _ in range(size)]
+    report, report_end = _context.Pipe(duplex=False)
+    rest = (server.port, backend, timeout_s, fn, args)
+    parent = _context.Process(target=_fork_ranks, args=(size, [theirs for _, theirs in pairs], report_end, rest))
+    parent.start()
+    for end in (*(theirs for _, theirs in pairs), report_end):
+        end.close()
     deadline = time.monotonic() + deadline_s
+    process_group = report.recv()
+    results = [Outcome() for _ in range(size)]
     try:
-        open_pipes = dict(zip(pipes, range(size), strict=True))
+        open_pipes = {ours: rank for rank, (ours, _) in enumerate(pairs)}
         while open_pipes:
-            left = deadline - time.monotonic()
-            ready = wait(list(open_pipes), timeout=max(left, 0))
+            ready = wait(list(open_pipes), timeout=max(deadline - time.monotonic(), 0))
             if not ready:
-                hung = sorted(open_pipes.values())
-                raise AssertionError(f"ranks {hung} of {size} did not end within {deadline_s} s")
+                raise AssertionError(f"ranks {sorted(open_pipes.values())} of {size} did not end within {deadline_s} s")
             for pipe in ready:
                 rank = open_pipes.pop(pipe)
-                try:
+                with contextlib.suppress(EOFError):
                     results[rank] = pipe.recv()
-                except EOFError:
-                    processes[rank].join(timeout=5)
-                    results[rank] = Outcome(exitcode=processes[rank].exitcode)
-        for process in processes:
-            process.join(timeout=10)
-            assert process.exitcode is not None, f"process {process.pid} did not exit"
+        assert report.poll(10), "a rank did not exit after it had answered"
+        exitcodes = report.recv()
     finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-    return [outcome if outcome is not None else Outcome() for outcome in results]
+        if parent.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process_group, signal.SIGKILL)
+        parent.join()
+    return [dataclasses.replace(result, exitcode=exitcodes[rank]) for rank, result in enumerate(results)]
 
 
 def run(size: int, fn: Callable, *args: Any, **options: Any) -> list[Any]:
@@ -115,7 +147,7 @@ def run(size: int, fn: Callable, *args: Any, **options: Any) -> list[Any]:
     results = outcomes(size, fn, *args, **options)
     for rank, result in enumerate(results):
         assert result.error is None, f"rank {rank} of {size}:\n{result.error}"
-        assert result.exitcode in (None, 0), f"rank {rank} of {size} ended with {result.exitcode}"
+        assert result.exitcode == 0, f"rank {rank} of {size} ended with {result.exitcode}"
     return [result.value for result in results]
 
 

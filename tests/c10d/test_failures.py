@@ -47,14 +47,26 @@ def disagree(rank: int, size: int, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "odd_line", "other_line"),
     [
-        ("operation", "rank 2: broadcast(root 0) of float32 [3, 4]", "ranks 0, 1, 3: all_reduce(SUM) of float32 [3, 4]"),
+        (
+            "operation",
+            "rank 2: broadcast(root 0) of float32 [3, 4]",
+            "ranks 0, 1, 3: all_reduce(SUM) of float32 [3, 4]",
+        ),
         ("shape", "rank 2: all_reduce(SUM) of float32 [3, 5]", "ranks 0, 1, 3: all_reduce(SUM) of float32 [3, 4]"),
-        ("large shape", "rank 2: all_reduce(SUM) of float32 [300, 500]", "ranks 0, 1, 3: all_reduce(SUM) of float32 [300, 400]"),
+        (
+            "large shape",
+            "rank 2: all_reduce(SUM) of float32 [300, 500]",
+            "ranks 0, 1, 3: all_reduce(SUM) of float32 [300, 400]",
+        ),
         ("dtype", "rank 2: all_reduce(SUM) of int32 [3]", "ranks 0, 1, 3: all_reduce(SUM) of float32 [3]"),
         ("root", "rank 2: broadcast(root 2) of float32 [3]", "ranks 0, 1, 3: broadcast(root 0) of float32 [3]"),
         ("reduce op", "rank 2: all_reduce(MAX) of float32 [3]", "ranks 0, 1, 3: all_reduce(SUM) of float32 [3]"),
         ("small and large", "rank 2: all_gather of float32 [100000]", "ranks 0, 1, 3: all_gather of float32 [1]"),
-        ("splits", "rank 2 sends 40 bytes to rank 1, which expects 20 bytes from it", "ranks 0-3: all_to_all of float32 [4, 5]"),
+        (
+            "splits",
+            "rank 2 sends 40 bytes to rank 1, which expects 20 bytes from it",
+            "ranks 0-3: all_to_all of float32 [4, 5]",
+        ),
     ],
 )
 def test_a_mismatch_is_found_at_once_on_every_rank(how: str, odd_line: str, other_line: str) -> None:
@@ -158,7 +170,9 @@ def test_a_timeout_names_the_missing_rank() -> None:
         assert results[rank].error_type == "DistBackendError"
         assert "all_reduce #1 of group 0 timed out" in results[rank].error
         assert "waited 1 s for rank 2" in results[rank].error
-        assert "rank 2: its last collective in this group was #0, broadcast(root 0) of float32 [2]" in results[rank].error
+        assert (
+            "rank 2: its last collective in this group was #0, broadcast(root 0) of float32 [2]" in results[rank].error
+        )
         assert results[rank].seconds < 5
     assert "timed out" in results[2].error  # the late rank learns of it too
 
@@ -187,7 +201,9 @@ def test_timeouts_of_a_wait_and_of_a_group() -> None:
 
 def does_not_join(rank: int, size: int) -> None:
     if rank != 2:
-        store = dist.distributed_c10d.PrefixStore("late", dist.TCPStore("127.0.0.1", int(os.environ["PORT"]), is_master=False))
+        store = dist.distributed_c10d.PrefixStore(
+            "late", dist.TCPStore("127.0.0.1", int(os.environ["PORT"]), is_master=False)
+        )
         dist.init_process_group("neuron", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=1.5))
 
 
@@ -301,7 +317,9 @@ def test_a_forked_child_cannot_take_part() -> None:
 
 
 def arguments(rank: int, size: int) -> None:
-    with pytest.raises(TypeError, match=r"all_reduce cannot reduce float32 with ReduceOp.BAND: bitwise reductions need"):
+    with pytest.raises(
+        TypeError, match=r"all_reduce cannot reduce float32 with ReduceOp.BAND: bitwise reductions need"
+    ):
         dist.all_reduce(tensor_on(rank, 3), ReduceOp.BAND)
     with pytest.raises(TypeError, match="a bool has no average"):
         dist.all_reduce(tensor_on(rank, 3, dtype=torch.bool), ReduceOp.AVG)

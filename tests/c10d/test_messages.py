@@ -127,7 +127,8 @@ def objects(rank: int, size: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["neuron", "cpu"])
 @pytest.mark.parametrize(
-    ("body", "size"), [(ring, 2), (ring, 4), (ahead, 2), (tags, 2), (any_source, 4), (batched, 4), (polled, 2), (objects, 2)]
+    ("body", "size"),
+    [(ring, 2), (ring, 4), (ahead, 2), (tags, 2), (any_source, 4), (batched, 4), (polled, 2), (objects, 2)],
 )
 def test_messages(body, size: int, kind: str) -> None:
     ranks.run(size, body, kind)

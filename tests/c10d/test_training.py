@@ -70,7 +70,7 @@ def ddp(rank: int, size: int, kind: str) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     hooked = DistributedDataParallel(make_model(device), bucket_cap_mb=0.005)
-    hooked.register_comm_hook(dist.group.WORLD, default_hooks.bf16_compress_hook)
+    hooked.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
     train(hooked, rank, device)
     for got, expected in zip(hooked.parameters(), reference(size), strict=True):
         assert torch.allclose(got.detach().cpu(), expected, atol=0.02)
@@ -167,10 +167,11 @@ def test_backend_strings(backend: str, served: dict[str, str]) -> None:
 def without_backend(rank: int, size: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(store=store, rank=rank, world_size=size)
-    backends(rank, size, None, {"neuron": "neuron"})
+    assert dist.get_backend() == "neuron"
+    backends(rank, size, None, {"neuron": "neuron", "cpu": "neuron"})
 
 
-def test_without_a_backend_neuron_tensors_are_served() -> None:
+def test_without_a_backend_it_is_a_neuron_group() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks.run(2, without_backend, server.port, backend="")
 
@@ -227,7 +228,7 @@ def many(rank: int, size: int) -> None:
     dist.all_reduce(tensor)
     assert (tensor == size * (size - 1) / 2).all()
     output = torch.zeros(size * size, device=f"neuron:{rank}")
-    dist.all_gather_single(output, tensor[:size].contiguous())
+    dist.all_gather_single(output, torch.full((size,), float(rank), device=f"neuron:{rank}"))
     assert (output.view(size, size) == torch.arange(size, device=output.device)[:, None]).all()
     for _ in range(40):
         dist.barrier()
