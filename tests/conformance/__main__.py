@@ -1,4 +1,4 @@
-"""The whole conformance sweep, with totals: ``python -m tests.conformance [--dtype float32] [--most 3] [NAME ...]``.
+"""The conformance sweep and its totals: ``python -m tests.conformance [--dtype DTYPE] [--most N] [NAME ...]``.
 
 Each operator runs in a worker process that is started anew when one crashes, so that a crash is a result like any other.
 """
@@ -24,9 +24,10 @@ def work() -> None:
 
     from tests.conformance.comparison import compare
     from tests.conformance.operators import OPERATORS
+    from trn_dist.neuron.random import use_cpu_rng
 
     torch.set_num_threads(1)
-    torch.neuron.random.use_cpu_rng(True)
+    use_cpu_rng(True)
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -59,12 +60,13 @@ class Worker:
             ready, _, _ = select.select([process.stdout], [], [], SECONDS_AN_OPERATOR)
             if ready and (line := process.stdout.readline()):
                 return json.loads(line)
+            died = bool(ready)
         except BrokenPipeError:
-            ready = [True]
+            died = True
         process.kill()
         status = process.wait()
         self._start()
-        what = f"the process died (status {status})" if ready else f"no result after {SECONDS_AN_OPERATOR} s"
+        what = f"the process died (status {status})" if died else f"no result after {SECONDS_AN_OPERATOR} s"
         return {"checks": ["forward"], "mismatches": [("forward", -1, what)]}
 
     def close(self) -> None:

@@ -125,14 +125,11 @@ def _tensor_difference(expected: torch.Tensor, actual: Any, values: bool) -> str
     if expected.is_nested:
         return difference(list(expected.unbind()), list(actual.unbind()))
     if expected.layout == torch.sparse_coo:
-        parts = (torch.Tensor._indices, torch.Tensor._values)
-        return difference([part(expected) for part in parts], [part(actual) for part in parts])
+        return _parts_difference(expected, actual, "_indices", "_values")
     if expected.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values)
-        return difference([part(expected) for part in parts], [part(actual) for part in parts])
+        return _parts_difference(expected, actual, "crow_indices", "col_indices", "values")
     if expected.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values)
-        return difference([part(expected) for part in parts], [part(actual) for part in parts])
+        return _parts_difference(expected, actual, "ccol_indices", "row_indices", "values")
     if expected.stride() != actual.stride():
         return f"strides {actual.stride()} instead of {expected.stride()} for shape {tuple(expected.shape)}"
     if not values:
@@ -151,6 +148,10 @@ def _tensor_difference(expected: torch.Tensor, actual: Any, values: bool) -> str
     at = int(differing.flatten().nonzero()[0])
     first = f"{right.flatten()[at].item()!r} instead of {left.flatten()[at].item()!r}"
     return f"{int(differing.sum())} of {differing.numel()} elements differ, first {first}"
+
+
+def _parts_difference(expected: torch.Tensor, actual: torch.Tensor, *names: str) -> str | None:
+    return difference([getattr(expected, name)() for name in names], [getattr(actual, name)() for name in names])
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ def empty(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="neuron")
 
 
-def limit(nbytes: int) -> None:
+def limit(nbytes):
     """Lets the device reserve ``nbytes`` more than it has now."""
     total = torch.neuron.get_device_properties().total_memory
     torch.neuron.set_per_process_memory_fraction((torch.neuron.memory_reserved() + nbytes) / total)

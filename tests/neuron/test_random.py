@@ -24,7 +24,7 @@ def seeded():
     torch.manual_seed(0)
 
 
-def set_offset(offset: int) -> None:
+def set_offset(offset):
     state = torch.neuron.get_rng_state()
     state[8:] = torch.tensor([offset]).view(torch.uint8)
     torch.neuron.set_rng_state(state)

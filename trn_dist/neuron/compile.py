@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from trn_dist.neuron.random import get_rng_state, set_rng_state
+
 _MODES = (None, "default")
 _OPTIONS = {"fallback_execution"}
 DYNAMIC_REFUSED = (
@@ -141,7 +143,7 @@ _notice_given = False
 
 
 def _instead_of_inductor(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-    """Inductor for graphs on other devices; ours, with a notice, for those on neuron, which Inductor has no code for."""
+    """Inductor for graphs on other devices; ours, with a notice, for those on neuron, which it has no code for."""
     global _notice_given
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     tensors += [*graph.parameters(), *graph.buffers()]
@@ -180,13 +182,13 @@ def _support_replayed_draws() -> None:
     from torch._prims.rng_prims import get_device, run_and_save_rng_state, run_with_rng_state
 
     def draw_and_save(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return torch.neuron.get_rng_state(), op(*args, **kwargs)
+        return get_rng_state(), op(*args, **kwargs)
 
     def draw_again(state: torch.Tensor, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        present = torch.neuron.get_rng_state()
-        torch.neuron.set_rng_state(state.cpu())
+        present = get_rng_state()
+        set_rng_state(state.cpu())
         result = op(*args, **kwargs)
-        torch.neuron.set_rng_state(present)
+        set_rng_state(present)
         return result
 
     def select(kernel: Callable[..., Any], others: Callable[..., Any], before: int, *args: Any, **kwargs: Any) -> Any:
