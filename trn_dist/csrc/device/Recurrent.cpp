@@ -2,6 +2,7 @@
 // these are they, written in plain operators. (The CPU's own path, oneDNN's whole layer, cannot be reached from a device,
 // so numbers differ from the CPU's by rounding.)
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros_like.h>
