@@ -10,6 +10,7 @@ prints (1) nanoseconds to price and launch one operator in virtual time, measure
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 
 import torch
@@ -89,6 +90,16 @@ def main() -> None:
         f"{times.time_ps / 1e9:.3f} ms"
     )
     print(times.table())
+
+    with tempfile.TemporaryDirectory() as folder:
+        timing.start_trace(folder)
+
+        def traced_step() -> None:
+            step()
+            timing.flush_trace()
+
+        traced_us = median_us(traced_step, 3)
+    print(f"traced: {traced_us / 1e3:.1f} ms a step, {100 * (traced_us / step_us - 1):+.1f} % (target: below 10 %)")
 
 
 if __name__ == "__main__":

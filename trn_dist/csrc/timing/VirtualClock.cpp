@@ -3,6 +3,7 @@
 #include "device/Device.h"
 #include "device/Ledger.h"
 #include "device/Stream.h"
+#include "timing/Trace.h"
 
 #include <pthread.h>
 #include <sys/syscall.h>
@@ -10,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -104,6 +106,10 @@ struct Clocks {
 // Records of a step that are kept; then they are summed up as far as nothing can come before.
 constexpr size_t kRecordsKept = 1 << 17;
 
+// Records of a trace that are kept before they are written out.
+constexpr size_t kTraceKept = 1 << 16;
+std::atomic<bool> trace_full{false};
+
 struct VirtualTime {
   std::mutex mutex; // of everything below, and of all clocks
   Clocks main;
@@ -172,6 +178,9 @@ void add_record(Record&& record) {
           static_cast<int64_t>(Ledger::of(static_cast<c10::DeviceIndex>(record.device)).allocated_bytes());
     }
     time.trace.push_back(record);
+    if (time.trace.size() >= kTraceKept) {
+      trace_full.store(true, std::memory_order_relaxed);
+    }
   }
   time.records.push_back(std::move(record));
   if (C10_UNLIKELY(time.records.size() >= time.sum_up_at)) {
@@ -199,6 +208,9 @@ void host_wait_locked(Clocks& mine, Picoseconds until) {
 Picoseconds launch(c10::DeviceIndex device, uint32_t name, const OperatorCost& cost) {
   const ChipRates& rates = chip_rates();
   const c10::StreamId stream = current_stream(device).id();
+  if (C10_UNLIKELY(trace_full.load(std::memory_order_relaxed))) {
+    flush_trace();
+  }
   std::lock_guard<std::mutex> guard(virtual_time().mutex);
   Clocks& mine = clocks();
   DeviceClocks& on_device = mine.device(device);
@@ -345,6 +357,7 @@ void set_tracing(bool on) {
 
 std::vector<Record> take_trace() {
   std::lock_guard<std::mutex> guard(virtual_time().mutex);
+  trace_full.store(false, std::memory_order_relaxed);
   return std::exchange(virtual_time().trace, {});
 }
 

@@ -162,6 +162,41 @@ void init_timing(pybind11::module_& m) {
       pybind11::arg("k"),
       pybind11::arg("n"),
       pybind11::arg("dtype"));
+  // What one call of an operator would cost, from the sizes of its tensors, which may be on the meta device. `inputs`: a
+  // list for each argument, empty if it is no tensor; `written`: those of them that it writes; `made`: its results.
+  m.def(
+      "_price",
+      [](const std::string& name,
+         const std::vector<std::vector<at::Tensor>>& inputs,
+         const std::vector<at::Tensor>& written,
+         const std::vector<at::Tensor>& made,
+         bool causal) {
+        Traffic traffic;
+        for (size_t i = 0; i < inputs.size(); ++i) {
+          for (const at::Tensor& tensor : inputs[i]) {
+            traffic.read(*tensor.unsafeGetTensorImpl(), static_cast<int>(i), /*again=*/false);
+          }
+        }
+        for (const at::Tensor& tensor : written) {
+          traffic.wrote(*tensor.unsafeGetTensorImpl());
+        }
+        for (const at::Tensor& tensor : made) {
+          traffic.made(*tensor.unsafeGetTensorImpl());
+        }
+        const OperatorCost cost = price(operator_model(name), traffic, causal);
+        pybind11::dict result;
+        result["engine"] = engine_name(cost.engine);
+        result["time_ps"] = cost.time;
+        result["hbm_bound"] = cost.hbm_bound;
+        result["bytes"] = cost.bytes;
+        result["flops"] = cost.flops;
+        return result;
+      },
+      pybind11::arg("name"),
+      pybind11::arg("inputs"),
+      pybind11::arg("written"),
+      pybind11::arg("made"),
+      pybind11::arg("causal") = false);
   // Nanoseconds of this host to price and launch the operator once, for benchmarks/virtual_time.py.
   m.def("_time_pricing", [](const std::string& name, const std::vector<at::Tensor>& tensors, int64_t repeats) {
     const OperatorModel model = operator_model(name);
