@@ -141,7 +141,8 @@ def set_float64_norm(enabled: bool) -> None:
     """Sums ``torch.linalg.vector_norm`` and ``torch._foreach_norm`` of float32 tensors in float64.
 
     Off by default: the norm then has the bits of device ``cpu``, whose kernel sums in float32 and is off by up to 1e-4
-    for tensors of half a million elements. On, the norm of a sharded tensor agrees with that of the whole to six digits.
+    for tensors of half a million elements. On, the norm of a sharded tensor agrees with that of the whole to six
+    digits.
     """
     _C._set_float64_norm(enabled)
 
