@@ -1,6 +1,6 @@
-"""The conformance sweep and its totals: ``python -m tests.conformance [--dtype DTYPE] [--most N] [NAME ...]``.
+"""The conformance sweep: ``python -m tests.conformance [--dtype DTYPE] [--most N] [NAME ...]`` prints its totals.
 
-Each operator runs in a worker process that is started anew when one crashes, so that a crash is a result like any other.
+Operators run in a worker process that is started anew when one crashes, so that a crash is a result like any other.
 """
 
 from __future__ import annotations

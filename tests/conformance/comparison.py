@@ -24,6 +24,9 @@ FORWARD, INPLACE, OUT, BACKWARD = CHECKS = ("forward", "inplace", "out", "backwa
 
 # Their elements are whatever the memory held: only geometry and dtype compare.
 UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+# The CPU's own result changes in the last bits from call to call, for LAPACK's gelsy is given pivots that nobody
+# initialised. Numbers compare within rounding.
+UNREPRODUCIBLE = {"linalg.lstsq"}
 # Their tensor arguments beside the first stay on the CPU, where CUDA wants them, too.
 CPU_ARGUMENTS = {"tensor_split"}
 
@@ -209,7 +212,12 @@ def _compare_call(result: Comparison, op: OpInfo, check: str, index: int, functi
         if op.name in CPU_ARGUMENTS:
             found = difference(expected, actual)
         else:
-            found = difference((expected, on_cpu), (actual, on_neuron), values=op.name not in UNINITIALISED)
+            bits = op.name not in UNINITIALISED | UNREPRODUCIBLE
+            found = difference((expected, on_cpu), (actual, on_neuron), values=bits)
+        if op.name in UNREPRODUCIBLE and not found:
+            tensors = zip(tree_flatten(expected)[0], tree_flatten(actual)[0], strict=True)
+            for left, right in tensors:
+                torch.testing.assert_close(left, right, check_device=False)
     except Exception as error:
         found = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if found:

@@ -218,6 +218,24 @@ def test_anomaly_mode_finds_nan():
         (x.sqrt() * 0).sum().backward()
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("bias", [True, False])
+def test_recurrent_layers_agree_with_the_cpu_within_rounding(layer, bias):
+    torch.manual_seed(0)
+    model = layer(5, 7, num_layers=2, bias=bias, bidirectional=True).double()
+    inputs = torch.randn(6, 3, 5, dtype=torch.float64)
+    results = []
+    for device in ("cpu", "neuron"):
+        moved, x = copy.deepcopy(model).to(device), inputs.to(device, copy=True).requires_grad_()
+        output, state = moved(x)
+        (output.square().sum() + sum(s.sum() for s in tree_leaves(state))).backward()
+        results.append(
+            [t.detach().cpu() for t in (output, *tree_leaves(state), x.grad, *(p.grad for p in moved.parameters()))]
+        )
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(expected, actual, rtol=1e-12, atol=1e-12)
+
+
 def test_custom_operator_runs_its_cpu_kernel():
     @torch.library.custom_op("trn_dist_tests::double_plus", mutates_args=(), device_types="cpu")
     def double_plus(x: torch.Tensor, y: float) -> torch.Tensor:

@@ -92,10 +92,8 @@ at::SparseCsrTensorImpl& compressed(const at::Tensor& tensor) {
 
 } // namespace
 
-at::Tensor map_sparse(
-    const at::Tensor& tensor,
-    c10::DeviceType device,
-    c10::function_ref<at::Tensor(const at::Tensor&)> part) {
+at::Tensor
+map_sparse(const at::Tensor& tensor, c10::DeviceType device, c10::function_ref<at::Tensor(const at::Tensor&)> part) {
   const bool on_cpu = device == c10::DeviceType::CPU;
   if (tensor.layout() == at::kSparse) {
     const auto key = on_cpu ? c10::DispatchKey::SparseCPU : c10::DispatchKey::SparsePrivateUse1;

@@ -27,10 +27,8 @@ at::Tensor adopt_output(const at::Tensor& output, c10::DeviceIndex device);
 at::Tensor adopt_view(const at::Tensor& output, const at::Tensor& base);
 
 // The sparse tensor (COO or compressed) on `device` whose indices and values are those of `tensor`, each put through `part`.
-at::Tensor map_sparse(
-    const at::Tensor& tensor,
-    c10::DeviceType device,
-    c10::function_ref<at::Tensor(const at::Tensor&)> part);
+at::Tensor
+map_sparse(const at::Tensor& tensor, c10::DeviceType device, c10::function_ref<at::Tensor(const at::Tensor&)> part);
 // Makes `original` the sparse tensor that `changed`, its alias, became, in place.
 void replace_sparse(
     const at::Tensor& original,

@@ -72,7 +72,8 @@ class Arena {
   Block* block_at(const void* ptr) const {
     const uint64_t offset = offset_of(ptr);
     const Page& page = pages_[offset / kPageBytes];
-    return page.chunk == nullptr ? page.block : page.chunk->blocks + (offset - page.chunk->offset) / page.chunk->block_size;
+    return page.chunk == nullptr ? page.block
+                                 : page.chunk->blocks + (offset - page.chunk->offset) / page.chunk->block_size;
   }
 
   // nbytes > 0; aligned to 64 bytes. Fresh memory reads as zero, reused memory as whatever it held.

@@ -27,7 +27,8 @@ using at::Tensor;
 // and the CPU's choice looks at the setting for flash alone.
 class EfficientMeansFlash {
  public:
-  EfficientMeansFlash() : changes_(!at::globalContext().userEnabledFlashSDP() && at::globalContext().userEnabledMemEfficientSDP()) {
+  EfficientMeansFlash()
+      : changes_(!at::globalContext().userEnabledFlashSDP() && at::globalContext().userEnabledMemEfficientSDP()) {
     if (changes_) {
       at::globalContext().setSDPUseFlash(true);
     }
@@ -130,7 +131,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention_backward(
       attn_bias.defined() ? std::optional<Tensor>(attn_bias) : std::nullopt,
       scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3)))));
   return {
-      unpadded(grad_query, query.size(3)), unpadded(grad_key, key.size(3)), unpadded(grad_value, value.size(3)), Tensor()};
+      unpadded(grad_query, query.size(3)),
+      unpadded(grad_key, key.size(3)),
+      unpadded(grad_value, value.size(3)),
+      Tensor()};
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

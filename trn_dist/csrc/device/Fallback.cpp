@@ -47,6 +47,7 @@ struct OperatorInfo {
   bool draws = false; // random numbers
   bool takes_cpu_tensors = false; // beside neuron tensors, of any size
   OperatorModel cost;
+  bool asks_for_gradients = false; // its CPU kernel does more when an argument requires a gradient
 };
 
 // Operators that CUDA, too, gives CPU tensors beside its own: indices and lengths.
@@ -117,6 +118,7 @@ OperatorInfo make_info(const c10::OperatorHandle& op) {
       info.generator_argument >= 0;
   info.takes_cpu_tensors = mixed_operators().count(schema.name()) > 0;
   info.cost = operator_model(schema.name());
+  info.asks_for_gradients = schema.name() == "aten::_sparse_mm_reduce_impl";
   return info;
 }
 
@@ -156,7 +158,11 @@ class Call {
           if (info_.num_returns > 0 && written) {
             written_arguments_.emplace_back(static_cast<int>(i), tensor);
           }
+          const bool requires_grad = info_.asks_for_gradients && tensor.requires_grad();
           value = alias_of(tensor, written);
+          if (C10_UNLIKELY(requires_grad)) {
+            value.toTensor().set_requires_grad(true);
+          }
         } else {
           note_cpu(tensor);
         }
@@ -255,7 +261,8 @@ class Call {
     set_device(tensor.device().index());
     if (C10_UNLIKELY(tensor.layout() != at::kStrided)) {
       // Its parts first: what the kernel returns of them is found by their storages.
-      at::Tensor alias = map_sparse(tensor, c10::DeviceType::CPU, [&](const at::Tensor& part) { return alias_of(part, false); });
+      at::Tensor alias =
+          map_sparse(tensor, c10::DeviceType::CPU, [&](const at::Tensor& part) { return alias_of(part, false); });
       aliased_.push_back({tensor, std::move(alias), written});
       return aliased_.back().alias;
     }

@@ -16,7 +16,15 @@ namespace trn {
 
 using Context = std::shared_ptr<c10::GatheredContext>; // the lines of the program; null when not recorded
 
-enum class MemoryAction { kAlloc, kFreeRequested, kFreeCompleted, kSegmentAlloc, kSegmentFree, kSnapshot, kOutOfMemory };
+enum class MemoryAction {
+  kAlloc,
+  kFreeRequested,
+  kFreeCompleted,
+  kSegmentAlloc,
+  kSegmentFree,
+  kSnapshot,
+  kOutOfMemory
+};
 // As torch.cuda.memory._snapshot names it: "alloc", "free_requested", ...
 const char* name_of(MemoryAction action);
 

@@ -42,8 +42,8 @@ uint64_t round_up(uint64_t value, uint64_t multiple) {
 std::pair<int, int> list_of(uint64_t size) {
   const uint64_t granules = size / kGranule;
   const int row = std::bit_width(granules) - 1;
-  const int column = row >= 3 ? static_cast<int>((granules >> (row - 3)) & 7)
-                              : static_cast<int>((granules << (3 - row)) & 7);
+  const int column =
+      row >= 3 ? static_cast<int>((granules >> (row - 3)) & 7) : static_cast<int>((granules << (3 - row)) & 7);
   return {row, column};
 }
 
@@ -208,9 +208,9 @@ Ledger::Block* Ledger::take_free(Pool& pool, uint64_t size) {
 
 Ledger::Block* Ledger::new_segment(Pool& pool, uint64_t size) {
   const uint64_t shared = pool.small ? policy_.small_segment : policy_.large_segment;
-  const uint64_t segment_size =
-      size >= policy_.unrounded_limit ? round_up(size, policy_.segment_granule)
-                                      : std::max(shared, round_up(size, policy_.segment_granule));
+  const uint64_t segment_size = size >= policy_.unrounded_limit
+      ? round_up(size, policy_.segment_granule)
+      : std::max(shared, round_up(size, policy_.segment_granule));
   if (static_cast<uint64_t>(total_of(stats_.reserved_bytes)) + segment_size > limit_bytes_) {
     return nullptr;
   }
@@ -250,7 +250,12 @@ Ledger::Block* Ledger::allocate(uint64_t nbytes, int64_t stream) {
     block = new_segment(pool, size);
     if (block == nullptr) {
       stats_.num_ooms += 1;
-      record(MemoryAction::kOutOfMemory, limit_bytes_ - std::min(limit_bytes_, reserved_bytes_locked()), nbytes, stream, context);
+      record(
+          MemoryAction::kOutOfMemory,
+          limit_bytes_ - std::min(limit_bytes_, reserved_bytes_locked()),
+          nbytes,
+          stream,
+          context);
       throw_out_of_memory(nbytes, std::move(lock));
     }
   }
@@ -283,8 +288,7 @@ void Ledger::release(Block* block) {
   const Context context = context_for(ContextLevel::kAll);
   std::lock_guard<std::mutex> guard(mutex_);
   for (const auto action : {MemoryAction::kFreeRequested, MemoryAction::kFreeCompleted}) {
-    record(
-        action, block->segment->address + block->offset, block->requested, block->segment->pool->stream, context);
+    record(action, block->segment->address + block->offset, block->requested, block->segment->pool->stream, context);
   }
   block->context.reset();
   const bool small = block->segment->pool->small;
@@ -369,7 +373,9 @@ void Ledger::throw_out_of_memory(uint64_t nbytes, std::unique_lock<std::mutex> l
         live.size(),
         " live storages: ",
         biggest,
-        history_enabled.load() ? "." : "; torch.neuron.memory._record_memory_history() makes this message name where they were made.");
+        history_enabled.load()
+            ? "."
+            : "; torch.neuron.memory._record_memory_history() makes this message name where they were made.");
   }
   const std::string limit = limit_bytes_ == total_bytes_
       ? ""

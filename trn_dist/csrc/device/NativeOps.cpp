@@ -67,8 +67,8 @@ Tensor empty_memory_format(
     std::optional<at::MemoryFormat> memory_format) {
   check_options(layout, pin_memory);
   const c10::DeviceGuard guard(target_device(device));
-  return filled_if_deterministic(at::detail::empty_generic(
-      size, device_allocator(), kNeuronKeys, c10::dtype_or_default(dtype), memory_format));
+  return filled_if_deterministic(
+      at::detail::empty_generic(size, device_allocator(), kNeuronKeys, c10::dtype_or_default(dtype), memory_format));
 }
 
 Tensor empty_strided(
@@ -80,8 +80,8 @@ Tensor empty_strided(
     std::optional<bool> pin_memory) {
   check_options(layout, pin_memory);
   const c10::DeviceGuard guard(target_device(device));
-  return filled_if_deterministic(at::detail::empty_strided_generic(
-      size, stride, device_allocator(), kNeuronKeys, c10::dtype_or_default(dtype)));
+  return filled_if_deterministic(
+      at::detail::empty_strided_generic(size, stride, device_allocator(), kNeuronKeys, c10::dtype_or_default(dtype)));
 }
 
 Tensor efficient_zero_tensor(
@@ -93,7 +93,11 @@ Tensor efficient_zero_tensor(
   static auto* allocator = new at::native::ZeroTensorAllocator(c10::Device(kNeuron, 0));
   const c10::DeviceGuard guard(target_device(device));
   return at::detail::empty_generic(
-      size, allocator, kNeuronKeys | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor), c10::dtype_or_default(dtype), {});
+      size,
+      allocator,
+      kNeuronKeys | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor),
+      c10::dtype_or_default(dtype),
+      {});
 }
 
 void resize_bytes(c10::StorageImpl* storage, size_t nbytes) {
@@ -108,8 +112,8 @@ const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, std::optional<a
   const auto old_nbytes = static_cast<int64_t>(impl->unsafe_storage().nbytes());
   if (impl->sizes() != size) {
     impl->set_sizes_contiguous(size);
-    const auto needed = at::detail::computeStorageNbytesContiguous(
-        size, impl->itemsize(), static_cast<size_t>(impl->storage_offset()));
+    const auto needed =
+        at::detail::computeStorageNbytesContiguous(size, impl->itemsize(), static_cast<size_t>(impl->storage_offset()));
     if (impl->numel() > 0) {
       resize_bytes(impl->unsafe_storage().unsafeGetStorageImpl(), needed);
     }
@@ -212,7 +216,8 @@ void charge_copy(const Tensor& to, const Tensor& from, bool non_blocking) {
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   Tensor target = to_cpu_alias(self);
   // In the same storage as the target when they share memory, so that an overlap is seen.
-  const Tensor origin = source.is_privateuseone() && self.is_privateuseone() && self.storage().is_alias_of(source.storage())
+  const Tensor origin =
+      source.is_privateuseone() && self.is_privateuseone() && self.storage().is_alias_of(source.storage())
       ? cpu_alias(source, target.storage())
       : to_cpu_alias(source);
   at::native::copy_(target, origin, non_blocking);
@@ -264,7 +269,7 @@ Tensor device_histc(const Tensor& self, int64_t bins, const at::Scalar& min, con
   const Tensor alias = cpu_alias(self);
   return adopt_output(
       at::isIntegralType(self.scalar_type(), /*includeBool=*/false) ? integer_histc(alias, bins, min, max)
-                                                                   : at::histc(alias, bins, min, max),
+                                                                    : at::histc(alias, bins, min, max),
       self.device().index());
 }
 

@@ -109,7 +109,8 @@ Tensor& uniform_(Tensor& self, double from, double to, OptionalGenerator generat
     const auto low = static_cast<math_t>(from);
     const auto width = static_cast<math_t>(to) - low;
     fill<scalar_t>(self, generator, [=](const Draw& draw) {
-      const auto unit = static_cast<math_t>(draw.integer(0) >> (64 - digits)) * static_cast<math_t>(std::ldexp(1.0, -digits));
+      const auto unit =
+          static_cast<math_t>(draw.integer(0) >> (64 - digits)) * static_cast<math_t>(std::ldexp(1.0, -digits));
       return static_cast<scalar_t>(unit * width + low);
     });
   });
@@ -198,8 +199,7 @@ Tensor& random_from_to(Tensor& self, int64_t from, std::optional<int64_t> to, Op
   } else if (from == std::numeric_limits<int64_t>::lowest()) {
     random_range(self, generator, 0, 0);
   } else {
-    random_range(
-        self, generator, from, static_cast<uint64_t>(largest_integer(self.scalar_type()) - from) + 1);
+    random_range(self, generator, from, static_cast<uint64_t>(largest_integer(self.scalar_type()) - from) + 1);
   }
   return self;
 }
@@ -245,8 +245,9 @@ Tensor& bernoulli_tensor(Tensor& self, const Tensor& p, OptionalGenerator genera
       "bernoulli_neuron",
       AT_WRAP([&] {
         int64_t i = 0;
-        fill<scalar_t>(
-            self, generator, [&](const Draw& draw) { return static_cast<scalar_t>(draw.uniform() < probability[i++]); });
+        fill<scalar_t>(self, generator, [&](const Draw& draw) {
+          return static_cast<scalar_t>(draw.uniform() < probability[i++]);
+        });
       }),
       AT_EXPAND(AT_ALL_TYPES),
       AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES),
@@ -275,9 +276,7 @@ Tensor& exponential_(Tensor& self, double lambda, OptionalGenerator generator) {
   if (drawn_on_cpu(self, [&](Tensor alias, auto cpu) { alias.exponential_(lambda, cpu); })) {
     return self;
   }
-  return fill_floating(self, generator, [=](const Draw& draw) {
-    return -std::log(draw.uniform_open()) / lambda;
-  });
+  return fill_floating(self, generator, [=](const Draw& draw) { return -std::log(draw.uniform_open()) / lambda; });
 }
 
 Tensor& cauchy_(Tensor& self, double median, double sigma, OptionalGenerator generator) {
@@ -295,8 +294,7 @@ Tensor& log_normal_(Tensor& self, double mean, double std, OptionalGenerator gen
   if (drawn_on_cpu(self, [&](Tensor alias, auto cpu) { alias.log_normal_(mean, std, cpu); })) {
     return self;
   }
-  return fill_floating(
-      self, generator, [=](const Draw& draw) { return std::exp(draw.normal() * std + mean); });
+  return fill_floating(self, generator, [=](const Draw& draw) { return std::exp(draw.normal() * std + mean); });
 }
 
 Tensor& geometric_(Tensor& self, double p, OptionalGenerator generator) {

@@ -88,10 +88,8 @@ std::tuple<Tensor, Tensor> gru_cell(
   return {(hx - fresh).mul_(update).add_(fresh), at::cat({reset, update, fresh, hx, from_hidden[2]}, 1)};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
-    const Tensor& grad_hy,
-    const Tensor& workspace,
-    bool has_bias) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
+gru_cell_backward(const Tensor& grad_hy, const Tensor& workspace, bool has_bias) {
   const auto saved = workspace.chunk(5, 1);
   const Tensor &reset = saved[0], &update = saved[1], &fresh = saved[2], &hx = saved[3], &hidden = saved[4];
   const Tensor of_update = through_sigmoid(grad_hy * (hx - fresh), update);

@@ -116,9 +116,7 @@ void add_pending_or_join(c10::Stream stream, std::shared_ptr<PendingWork> work, 
 }
 
 std::vector<std::shared_ptr<PendingWork>> pending_on(c10::Stream stream) {
-  return pending_of([&](const auto& key) {
-    return key.first == stream.device_index() && key.second == stream.id();
-  });
+  return pending_of([&](const auto& key) { return key.first == stream.device_index() && key.second == stream.id(); });
 }
 
 void synchronize_stream(c10::Stream stream) {

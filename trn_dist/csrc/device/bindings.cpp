@@ -226,9 +226,8 @@ void init_device(pybind11::module_& m) {
       pybind11::arg("max_entries"));
   m.def("_empty_cache", &empty_cache);
   m.def("_reset_peak_memory_stats", [](c10::DeviceIndex device) { Ledger::of(device).reset_peak_stats(); });
-  m.def("_reset_accumulated_memory_stats", [](c10::DeviceIndex device) {
-    Ledger::of(device).reset_accumulated_stats();
-  });
+  m.def(
+      "_reset_accumulated_memory_stats", [](c10::DeviceIndex device) { Ledger::of(device).reset_accumulated_stats(); });
   m.def("_mem_get_info", [](c10::DeviceIndex device) {
     const Ledger& ledger = Ledger::of(device);
     return std::make_pair(ledger.total_bytes() - ledger.reserved_bytes(), ledger.total_bytes());
