@@ -2,10 +2,10 @@
 
     python benchmarks/collectives.py --ranks 2 --op all_reduce --sizes 4 64K 1M 32M --check
 
-Columns as in nccom-test: the size of the whole buffer, elements, dtype, time (median over iterations of the slowest rank),
-algorithm and bus bandwidth, for warm memory; "cold" is the first call on memory that was never touched. The last column is
-Gloo's time over ours. Bus bandwidth follows nccl-tests: algbw x 2(n-1)/n for all_reduce, (n-1)/n for all_gather,
-reduce_scatter and all_to_all, 1 otherwise.
+Columns as in nccom-test: the size of the whole buffer, elements, dtype, time (median over iterations of the slowest
+rank), algorithm and bus bandwidth, for warm memory; "cold" is the first call on memory that was never touched. The last
+column is Gloo's time over ours. Bus bandwidth follows nccl-tests: algbw x 2(n-1)/n for all_reduce, (n-1)/n for
+all_gather, reduce_scatter and all_to_all, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def bus_factor(op: str, size: int) -> float:
 
 
 def make_case(
-    op: str, nbytes: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+    op: str, nbytes: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
 ) -> tuple[Callable[[], Any], Callable[[], bool], int]:
     """The call, a check of its result, and the elements of the whole buffer."""
     rank, size = group.rank(), group.size()
@@ -104,7 +104,7 @@ def make_case(
 
 
 def measure(call: Callable[[], Any], fence: Callable[[], Any], seconds: float) -> tuple[float, float]:
-    """First and median time in microseconds. All ranks do the same number of iterations, which `fence` keeps together."""
+    """First and median time in microseconds. All ranks do as many iterations, which `fence` keeps together."""
     fence()
     begin = time.perf_counter()
     call()

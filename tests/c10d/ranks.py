@@ -1,7 +1,7 @@
 """Runs a function on several ranks, each a process of its own. Used by the tests of this folder.
 
-Ranks are forked from a server process that has imported torch and done nothing else: starting eight takes a fraction of a
-second, and whatever the test process did before does not reach them.
+Ranks are forked from a server process that has imported torch and done nothing else: starting eight takes a fraction
+of a second, and whatever the test process did before does not reach them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _context.set_forkserver_preload(list(_PRELOAD))
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one rank did. `error` is the traceback's text; it and `value` are None when the process ended without a word."""
+    """What one rank did. `error` is the traceback's text; it and `value` are None when the process just ended."""
 
     value: Any = None
     error: str | None = None

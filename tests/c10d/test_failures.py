@@ -19,7 +19,7 @@ def tensor_on(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> tor
     return torch.ones(shape, dtype=dtype, device=f"neuron:{rank}")
 
 
-# ---- Ranks that disagree -----------------------------------------------------------------------------------------------
+# ---- Ranks that disagree -------------------------------------------------------------------------------------------
 
 
 def disagree(rank: int, size: int, how: str) -> None:
@@ -91,7 +91,7 @@ def test_a_failed_group_raises_its_first_error_again_and_others_work_on() -> Non
     assert ranks.run(2, fail_then_go_on) == ["ok", "ok"]
 
 
-# ---- Ranks that die ----------------------------------------------------------------------------------------------------
+# ---- Ranks that die ------------------------------------------------------------------------------------------------
 
 
 def one_dies(rank: int, size: int, when: str) -> None:
@@ -108,9 +108,8 @@ def one_dies(rank: int, size: int, when: str) -> None:
             work.wait()
         elif rank == 0:
             time.sleep(0.2)  # completes the collective, of which the dead rank has posted its part
-    elif when == "exits":
-        if rank == 1:
-            os._exit(0)
+    elif when == "exits" and rank == 1:
+        os._exit(0)
     dist.all_reduce(large)
     dist.barrier()
 
@@ -154,7 +153,7 @@ def test_a_rank_that_has_destroyed_the_group() -> None:
         assert results[rank].seconds < 10
 
 
-# ---- Ranks that do not come ----------------------------------------------------------------------------------------------
+# ---- Ranks that do not come ----------------------------------------------------------------------------------------
 
 
 def one_is_late(rank: int, size: int) -> None:
@@ -182,12 +181,12 @@ def timeouts(rank: int, size: int) -> None:
     if rank == 0:
         begin = time.monotonic()
         work = dist.all_reduce(tensor_on(rank, 10), async_op=True)
-        with pytest.raises(dist.DistBackendError, match="waited 0.2 s for rank 1"):
+        with pytest.raises(dist.DistBackendError, match=r"waited 0\.2 s for rank 1"):
             work.wait(timedelta(seconds=0.2))  # only this wait is over
         assert time.monotonic() - begin < 3
         work.wait()
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3))
-        with pytest.raises(dist.DistBackendError, match="recv from rank 1 .* waited 0.3 s for rank 1"):
+        with pytest.raises(dist.DistBackendError, match=r"recv from rank 1 .* waited 0\.3 s for rank 1"):
             dist.recv(tensor_on(rank, 10), 1)
     else:
         time.sleep(1)
@@ -220,7 +219,7 @@ def _with_port(rank: int, size: int, port: int) -> None:
     does_not_join(rank, size)
 
 
-# ---- Leaving -------------------------------------------------------------------------------------------------------------
+# ---- Leaving -------------------------------------------------------------------------------------------------------
 
 
 def destroyed_with_work_pending(rank: int, size: int) -> float:
@@ -313,7 +312,7 @@ def test_a_forked_child_cannot_take_part() -> None:
     assert ranks.run(2, forked) == [7, 7]
 
 
-# ---- Arguments -----------------------------------------------------------------------------------------------------------
+# ---- Arguments -----------------------------------------------------------------------------------------------------
 
 
 def arguments(rank: int, size: int) -> None:

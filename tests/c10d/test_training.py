@@ -132,7 +132,7 @@ def test_training(body, size: int, kind: str) -> None:
     ranks.run(size, body, kind)
 
 
-# ---- How a group is asked for ----------------------------------------------------------------------------------------------
+# ---- How a group is asked for --------------------------------------------------------------------------------------
 
 
 def backends(rank: int, size: int, backend: str | None, served: dict[str, str]) -> None:

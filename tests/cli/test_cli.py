@@ -106,7 +106,9 @@ def test_train_hands_over_the_recipe_and_the_overrides(monkeypatch: pytest.Monke
     result = call("train", "llama3_debug", "--training.steps", "3", "--run-dir", str(tmp_path), "--metrics.log_freq=1")
     assert result.exit_code == 7
     overrides = ["--training.steps", "3", "--metrics.log_freq=1"]
-    assert seen == [((find_recipe("llama3_debug"), overrides), {"run_dir": tmp_path, "show_rank": None, "trace": False})]
+    assert seen == [
+        ((find_recipe("llama3_debug"), overrides), {"run_dir": tmp_path, "show_rank": None, "trace": False})
+    ]
 
 
 def test_doctor_as_json_holds_every_check() -> None:

@@ -18,7 +18,7 @@ _CHUNKED = "PyTorch picks the precision of chunked cross entropy from a closed l
 # ones (TensorImpl::has_compatible_shallow_copy_type). The same on meta.
 _LAZY = "PyTorch cannot move a lazy module that is not initialised to a PrivateUse1 device"
 # The CPU adds biases inside its matrix products, and hands float32 layers whole to oneDNN. On a device PyTorch ends
-# each step in a fused cell that adds them afterwards. tests/neuron/test_training.py holds both together within rounding.
+# each step in a fused cell that adds them afterwards. tests/neuron/test_training.py holds both equal within rounding.
 _RECURRENT = "PyTorch composes recurrent layers differently on a device: equal but for rounding"
 
 EXPECTED_FAILURES: dict[str, str] = {

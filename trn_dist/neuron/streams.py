@@ -29,6 +29,8 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """An event of the device; ``blocking`` and ``interprocess`` are accepted as in ``torch.cuda.Event``."""
 
+    _timed: bool
+
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
         event = super().__new__(
             cls, torch.device("neuron"), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess

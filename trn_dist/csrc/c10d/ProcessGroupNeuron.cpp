@@ -79,7 +79,9 @@ Region dense_region(const at::Tensor& tensor) {
 // The elements in their logical order. For any tensor.
 Region logical_region(const at::Tensor& tensor) {
   Region region{
-      static_cast<std::byte*>(tensor.data_ptr()), static_cast<uint64_t>(tensor.numel() * tensor.element_size()), nullptr};
+      static_cast<std::byte*>(tensor.data_ptr()),
+      static_cast<uint64_t>(tensor.numel() * tensor.element_size()),
+      nullptr};
   if (!tensor.is_contiguous()) {
     auto layout = std::make_shared<Layout>();
     layout->dtype = tensor.scalar_type();
@@ -143,8 +145,8 @@ void set_reduction(CollectiveCall& call, const c10d::ReduceOp& op, const char* n
   if (call.reduction == Reduction::PremulSum) {
     const auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
     TORCH_CHECK_VALUE(supplement != nullptr, "neuron: ", name, " with ReduceOp.PREMUL_SUM needs a factor");
-    call.factor = supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>()
-                                                      : supplement->double_factor;
+    call.factor =
+        supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
   }
 }
 
@@ -183,7 +185,8 @@ c10::intrusive_ptr<ProcessGroupNeuron> ProcessGroupNeuron::create(
     milliseconds timeout,
     const std::string& group_name,
     const std::vector<int64_t>& global_ranks) {
-  TORCH_CHECK_VALUE(timeout.count() > 0, "neuron: a process group needs a timeout above zero, got ", timeout.count(), " ms");
+  TORCH_CHECK_VALUE(
+      timeout.count() > 0, "neuron: a process group needs a timeout above zero, got ", timeout.count(), " ms");
   std::shared_ptr<Fabric> fabric;
   std::vector<int> fabric_ranks(size);
   bool owns_fabric = false;
@@ -258,8 +261,12 @@ void ProcessGroupNeuron::shutdown() {
 }
 
 void ProcessGroupNeuron::abort() {
-  communicator_->fail(c10::str(
-      "neuron: group ", communicator_->name(), " was aborted by ", communicator_->rank_label(communicator_->rank())));
+  communicator_->fail(
+      c10::str(
+          "neuron: group ",
+          communicator_->name(),
+          " was aborted by ",
+          communicator_->rank_label(communicator_->rank())));
   shutdown();
 }
 
@@ -341,23 +348,16 @@ Enqueued ProcessGroupNeuron::enqueue(const Tensors& tensors) {
   return enqueued;
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::launch(
-    CollectiveCall&& call,
-    OpType type,
-    Tensors outputs,
-    milliseconds timeout,
-    bool async) {
+c10::intrusive_ptr<c10d::Work>
+ProcessGroupNeuron::launch(CollectiveCall&& call, OpType type, Tensors outputs, milliseconds timeout, bool async) {
   call.timeout = timeout_or(timeout);
   communicator_->prepare_costs(call.operation);
   call.enqueued = enqueue(call.tensors);
   return wrap(communicator_->post(std::move(call)), type, std::move(outputs), async);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::wrap(
-    std::shared_ptr<Operation> operation,
-    OpType type,
-    Tensors outputs,
-    bool async) {
+c10::intrusive_ptr<c10d::Work>
+ProcessGroupNeuron::wrap(std::shared_ptr<Operation> operation, OpType type, Tensors outputs, bool async) {
   if (coalescing.group == this) {
     coalescing.operations.push_back(operation);
     coalescing.outputs.insert(coalescing.outputs.end(), outputs.begin(), outputs.end());
@@ -372,7 +372,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::wrap(
     add_pending_or_join(device.collectives, operation, operation->done());
   }
   return c10::make_intrusive<WorkNeuron>(
-      getRank(), type, std::vector<std::shared_ptr<Operation>>{std::move(operation)}, std::move(outputs), future_stream);
+      getRank(),
+      type,
+      std::vector<std::shared_ptr<Operation>>{std::move(operation)},
+      std::move(outputs),
+      future_stream);
 }
 
 void ProcessGroupNeuron::startCoalescing() {
@@ -461,10 +465,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::reduce(Tensors& tensors, cons
   return launch(std::move(call), OpType::REDUCE, tensors, opts.timeout, opts.asyncOp);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::allgather(
-    TensorLists& outputs,
-    Tensors& inputs,
-    const c10d::AllgatherOptions& opts) {
+c10::intrusive_ptr<c10d::Work>
+ProcessGroupNeuron::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   check_one(inputs, "all_gather");
   TORCH_CHECK_VALUE(
       outputs.size() == 1 && outputs[0].size() == static_cast<size_t>(getSize()),
@@ -496,10 +498,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::allgather(
   return launch(std::move(call), OpType::ALLGATHER, outputs[0], opts.timeout, opts.asyncOp);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::_allgather_base(
-    at::Tensor& output,
-    at::Tensor& input,
-    const c10d::AllgatherOptions& opts) {
+c10::intrusive_ptr<c10d::Work>
+ProcessGroupNeuron::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
   Tensors outputs{output};
   Tensors inputs{input};
   return allgather_into_tensor_coalesced(outputs, inputs, opts);
@@ -547,10 +547,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::allgather_into_tensor_coalesc
       opts.asyncOp);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::allgather_coalesced(
-    TensorLists& outputs,
-    Tensors& inputs,
-    const c10d::AllgatherOptions& opts) {
+c10::intrusive_ptr<c10d::Work>
+ProcessGroupNeuron::allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   TORCH_CHECK_VALUE(
       outputs.size() == static_cast<size_t>(getSize()) && !inputs.empty(),
       "neuron: all_gather_coalesced needs ",
@@ -580,10 +578,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::allgather_coalesced(
   return launch(std::move(call), OpType::ALLGATHER_COALESCED, std::move(flat), opts.timeout, opts.asyncOp);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::gather(
-    TensorLists& outputs,
-    Tensors& inputs,
-    const c10d::GatherOptions& opts) {
+c10::intrusive_ptr<c10d::Work>
+ProcessGroupNeuron::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
   check_one(inputs, "gather");
   check_root(opts.rootRank, 0, "gather");
   const at::Tensor& input = inputs[0];
@@ -622,10 +618,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::gather(
   return launch(std::move(call), OpType::GATHER, std::move(results), opts.timeout, opts.asyncOp);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::scatter(
-    Tensors& outputs,
-    TensorLists& inputs,
-    const c10d::ScatterOptions& opts) {
+c10::intrusive_ptr<c10d::Work>
+ProcessGroupNeuron::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) {
   check_one(outputs, "scatter");
   check_root(opts.rootRank, 0, "scatter");
   const at::Tensor& output = outputs[0];
@@ -661,10 +655,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::scatter(
   return launch(std::move(call), OpType::SCATTER, outputs, opts.timeout, opts.asyncOp);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::reduce_scatter(
-    Tensors& outputs,
-    TensorLists& inputs,
-    const c10d::ReduceScatterOptions& opts) {
+c10::intrusive_ptr<c10d::Work>
+ProcessGroupNeuron::reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& opts) {
   check_one(outputs, "reduce_scatter");
   TORCH_CHECK_VALUE(
       inputs.size() == 1 && inputs[0].size() == static_cast<size_t>(getSize()),
@@ -796,10 +788,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::alltoall_base(
   return launch(std::move(call), OpType::ALLTOALL_BASE, {output}, opts.timeout, opts.asyncOp);
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::alltoall(
-    Tensors& outputs,
-    Tensors& inputs,
-    const c10d::AllToAllOptions& opts) {
+c10::intrusive_ptr<c10d::Work>
+ProcessGroupNeuron::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
   TORCH_CHECK_VALUE(
       outputs.size() == static_cast<size_t>(getSize()) && inputs.size() == outputs.size(),
       "neuron: all_to_all needs ",
@@ -835,8 +825,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::send(Tensors& tensors, int to
   check_tensor(tensors[0], "send");
   check_root(to, 0, "send");
   communicator_->prepare_message_costs();
-  auto operation =
-      communicator_->send(tensors[0], logical_region(tensors[0]), to, tag, timeout_or(c10d::kUnsetTimeout), enqueue(tensors));
+  auto operation = communicator_->send(
+      tensors[0], logical_region(tensors[0]), to, tag, timeout_or(c10d::kUnsetTimeout), enqueue(tensors));
   return wrap(std::move(operation), OpType::SEND, tensors, /*async=*/true);
 }
 
@@ -844,8 +834,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::receive(Tensors& tensors, int
   check_one(tensors, "recv");
   communicator_->prepare_message_costs();
   check_tensor(tensors[0], "recv");
-  auto operation =
-      communicator_->receive(tensors[0], logical_region(tensors[0]), from, tag, timeout_or(c10d::kUnsetTimeout), enqueue(tensors));
+  auto operation = communicator_->receive(
+      tensors[0], logical_region(tensors[0]), from, tag, timeout_or(c10d::kUnsetTimeout), enqueue(tensors));
   return wrap(std::move(operation), type, tensors, /*async=*/true);
 }
 

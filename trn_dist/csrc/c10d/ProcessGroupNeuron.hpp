@@ -97,14 +97,10 @@ class ProcessGroupNeuron final : public c10d::Backend {
       Tensors& outputs,
       Tensors& inputs,
       const c10d::AllgatherOptions& opts = c10d::AllgatherOptions()) override;
-  Ref<Work> gather(
-      TensorLists& outputs,
-      Tensors& inputs,
-      const c10d::GatherOptions& opts = c10d::GatherOptions()) override;
-  Ref<Work> scatter(
-      Tensors& outputs,
-      TensorLists& inputs,
-      const c10d::ScatterOptions& opts = c10d::ScatterOptions()) override;
+  Ref<Work> gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts = c10d::GatherOptions())
+      override;
+  Ref<Work> scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts = c10d::ScatterOptions())
+      override;
   Ref<Work> reduce_scatter(
       Tensors& outputs,
       TensorLists& inputs,
@@ -123,10 +119,8 @@ class ProcessGroupNeuron final : public c10d::Backend {
       std::vector<int64_t>& output_splits,
       std::vector<int64_t>& input_splits,
       const c10d::AllToAllOptions& opts = c10d::AllToAllOptions()) override;
-  Ref<Work> alltoall(
-      Tensors& outputs,
-      Tensors& inputs,
-      const c10d::AllToAllOptions& opts = c10d::AllToAllOptions()) override;
+  Ref<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts = c10d::AllToAllOptions())
+      override;
   Ref<Work> send(Tensors& tensors, int to, int tag) override;
   Ref<Work> recv(Tensors& tensors, int from, int tag) override;
   Ref<Work> recvAnysource(Tensors& tensors, int tag) override;
@@ -134,12 +128,8 @@ class ProcessGroupNeuron final : public c10d::Backend {
 
  private:
   // Posts the call and wraps it. `outputs` are the Work's result.
-  Ref<Work> launch(
-      CollectiveCall&& call,
-      c10d::OpType type,
-      Tensors outputs,
-      std::chrono::milliseconds timeout,
-      bool async);
+  Ref<Work>
+  launch(CollectiveCall&& call, c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout, bool async);
   // Launches a call in virtual time, on the current stream of the tensors' device; a barrier's and CPU tensors' is for the
   // host.
   Enqueued enqueue(const Tensors& tensors);

@@ -94,8 +94,8 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkNeuron::getFuture() {
   if (future_stream_.has_value()) {
     devices.push_back(future_stream_->device());
   }
-  auto future = c10::make_intrusive<c10::ivalue::Future>(
-      c10::ListType::create(c10::TensorType::get()), std::move(devices));
+  auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::move(devices));
   if (future_stream_.has_value()) {
     for (const auto& operation : operations_) {
       add_pending_or_join(*future_stream_, operation, operation->done());

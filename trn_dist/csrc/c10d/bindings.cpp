@@ -50,7 +50,9 @@ void init_c10d(pybind11::module_& m) {
           pybind11::init([](std::chrono::milliseconds timeout) { return c10::make_intrusive<Options>(timeout); }),
           pybind11::arg("timeout") = kBackendDefaultTimeout)
       .def("__copy__", [](const Options& self) { return c10::make_intrusive<Options>(self); })
-      .def("__deepcopy__", [](const Options& self, const pybind11::dict&) { return c10::make_intrusive<Options>(self); });
+      .def("__deepcopy__", [](const Options& self, const pybind11::dict&) {
+        return c10::make_intrusive<Options>(self);
+      });
   group.def("_set_default_timeout", &ProcessGroupNeuron::setTimeout, pybind11::arg("timeout"))
       .def_property_readonly("options", [](ProcessGroupNeuron& self) {
         return c10::dynamic_intrusive_pointer_cast<Options>(self.getBackendOptions());

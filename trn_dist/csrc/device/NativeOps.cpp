@@ -204,9 +204,7 @@ void charge_copy(const Tensor& to, const Tensor& from, bool non_blocking) {
   const Tensor& on_device = to_device ? to : from;
   const Tensor& on_host = to_device ? from : to;
   const Picoseconds end = launch(
-      on_device.device().index(),
-      to_device ? kToDevice : kToHost,
-      price_host_copy(to_device ? to_bytes : from_bytes));
+      on_device.device().index(), to_device ? kToDevice : kToHost, price_host_copy(to_device ? to_bytes : from_bytes));
   if (!(non_blocking && on_host.is_pinned())) {
     host_wait(end);
   }

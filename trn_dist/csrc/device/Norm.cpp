@@ -28,8 +28,9 @@ void norm(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   const c10::IValue& input = (*stack)[stack->size() - op.schema().arguments().size()];
   c10::IValue& dtype = stack->back();
   const bool is_list = input.isTensorList();
-  const bool is_float = is_list ? !input.toTensorVector().empty() && input.toTensorVector()[0].scalar_type() == at::kFloat
-                                : input.toTensor().scalar_type() == at::kFloat;
+  const bool is_float = is_list
+      ? !input.toTensorVector().empty() && input.toTensorVector()[0].scalar_type() == at::kFloat
+      : input.toTensor().scalar_type() == at::kFloat;
   if (!enabled.load(std::memory_order_relaxed) || !dtype.isNone() || !is_float) {
     fallback(op, keys, stack);
     return;

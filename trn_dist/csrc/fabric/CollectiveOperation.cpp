@@ -148,9 +148,7 @@ void CollectiveOperation::stage() {
   Arena& arena = Arena::get();
   spans_.reserve(call_.inputs.size() + call_.outputs.size());
   staged_.reserve(call_.inputs.size() + call_.outputs.size());
-  const auto in_arena = [&](const Region& region) {
-    return region.layout == nullptr && arena.contains(region.data);
-  };
+  const auto in_arena = [&](const Region& region) { return region.layout == nullptr && arena.contains(region.data); };
   // An all_to_all in place would overwrite what others have yet to read.
   const bool copy_inputs = call_.operation == Collective::AllToAll && overlap(call_.inputs, call_.outputs);
   std::vector<uint64_t> staged_inputs(call_.inputs.size(), kNoOffset); // offset, where there is a copy
@@ -178,7 +176,8 @@ void CollectiveOperation::stage() {
       continue;
     }
     uint64_t offset = 0;
-    if (call_.operation == Collective::AllReduce && staged_inputs[i] != kNoOffset && call_.inputs[i].data == region.data) {
+    if (call_.operation == Collective::AllReduce && staged_inputs[i] != kNoOffset &&
+        call_.inputs[i].data == region.data) {
       offset = staged_inputs[i]; // reduced in place
     } else {
       staged_.emplace_back(region.nbytes);
@@ -280,8 +279,7 @@ void CollectiveOperation::take_from_slot() {
     spread(communicator_->control_.slot(sequence_).result);
     return;
   }
-  const Exchange exchange(
-      communicator_->control_, sequence_, *communicator_->fabric_, communicator_->fabric_ranks_);
+  const Exchange exchange(communicator_->control_, sequence_, *communicator_->fabric_, communicator_->fabric_ranks_);
   switch (call_.operation) {
     case Collective::Reduce: {
       alignas(64) std::byte result[kInlineBytes];
@@ -306,7 +304,7 @@ void CollectiveOperation::take_from_slot() {
     case Collective::Gather: {
       const uint64_t nbytes = output_nbytes() / size;
       for (int r = 0; r < size; ++r) {
-          if (call_.chunked_outputs) {
+        if (call_.chunked_outputs) {
           std::memcpy(call_.outputs[0].data + nbytes * r, exchange.payload(r), nbytes);
         } else {
           call_.outputs[r].write(exchange.payload(r));

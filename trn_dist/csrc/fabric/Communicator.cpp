@@ -155,9 +155,16 @@ bool Operation::poll() {
 }
 
 void Operation::fail_group(const std::string& reason) {
-  communicator_->fail(c10::str(
-      "neuron: ", describe(), " of group ", communicator_->name(), " was ", reason, " by ",
-      communicator_->rank_label(communicator_->rank())));
+  communicator_->fail(
+      c10::str(
+          "neuron: ",
+          describe(),
+          " of group ",
+          communicator_->name(),
+          " was ",
+          reason,
+          " by ",
+          communicator_->rank_label(communicator_->rank())));
 }
 
 void Operation::finish() {
@@ -297,7 +304,8 @@ void Communicator::attach(const c10::intrusive_ptr<c10d::Store>& store, millisec
   if (valid) {
     control_ = ControlBlock(leader.base + locator.offset, size);
     const ControlHeader& header = control_.header();
-    valid = header.magic == kControlMagic && header.nonce == locator.nonce && header.size == static_cast<uint64_t>(size);
+    valid =
+        header.magic == kControlMagic && header.nonce == locator.nonce && header.size == static_cast<uint64_t>(size);
   }
   TORCH_CHECK_WITH(
       DistBackendError,
@@ -330,8 +338,10 @@ void Communicator::depart() {
     // What is left waits for ranks that have not posted. They can do without this one; its tensors stay for them.
     for (const auto& operation : outstanding_) {
       if (!operation->done()) {
-        operation->complete(std::make_exception_ptr(C10_BUILD_ERROR(
-            DistBackendError, c10::str("neuron: ", operation->describe(), ": group ", name_, " was destroyed before"))));
+        operation->complete(
+            std::make_exception_ptr(C10_BUILD_ERROR(
+                DistBackendError,
+                c10::str("neuron: ", operation->describe(), ": group ", name_, " was destroyed before"))));
       }
       dropped.push_back(operation);
     }
@@ -447,9 +457,19 @@ void Communicator::check_health(Missing missing, What what) {
     } else {
       fate = c10::str("has died: its process, ", peer(suspect).pid, ", is gone");
     }
-    fail(c10::str(
-        "neuron: ", what(), " of group ", name_, " cannot complete: ", rank_label(suspect), " ", fate, ". Noticed by ",
-        rank_label(rank_), "."));
+    fail(
+        c10::str(
+            "neuron: ",
+            what(),
+            " of group ",
+            name_,
+            " cannot complete: ",
+            rank_label(suspect),
+            " ",
+            fate,
+            ". Noticed by ",
+            rank_label(rank_),
+            "."));
     throw_if_failed();
   }
 }
@@ -556,8 +576,7 @@ void Communicator::progress_all(const Communicator* except) {
   for (const auto& communicator : others) {
     std::vector<at::Tensor> tensors;
     if (std::unique_lock<std::mutex> guard(communicator->mutex_, std::try_to_lock); guard.owns_lock()) {
-      if (!communicator->departed_ &&
-          communicator->control_.header().failure.load(std::memory_order_acquire) == 0) {
+      if (!communicator->departed_ && communicator->control_.header().failure.load(std::memory_order_acquire) == 0) {
         communicator->progress(/*work=*/true);
       }
       tensors.swap(communicator->retired_tensors_);
@@ -772,13 +791,8 @@ bool Communicator::help(uint64_t sequence, bool thorough) {
   return Slot::reached(slot.state.load(std::memory_order_acquire), Slot::done(sequence));
 }
 
-std::shared_ptr<Operation> Communicator::send(
-    const at::Tensor& tensor,
-    Region region,
-    int to,
-    int tag,
-    milliseconds timeout,
-    Enqueued enqueued) {
+std::shared_ptr<Operation>
+Communicator::send(const at::Tensor& tensor, Region region, int to, int tag, milliseconds timeout, Enqueued enqueued) {
   throw_if_unusable();
   Section section(*this);
   throw_if_failed();

@@ -189,13 +189,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void prepare_message_costs();
 
   std::shared_ptr<Operation> post(CollectiveCall&& call);
-  std::shared_ptr<Operation> send(
-      const at::Tensor& tensor,
-      Region region,
-      int to,
-      int tag,
-      std::chrono::milliseconds timeout,
-      Enqueued enqueued);
+  std::shared_ptr<Operation>
+  send(const at::Tensor& tensor, Region region, int to, int tag, std::chrono::milliseconds timeout, Enqueued enqueued);
   // from < 0: any source
   std::shared_ptr<Operation> receive(
       const at::Tensor& tensor,

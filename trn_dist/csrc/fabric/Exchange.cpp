@@ -43,7 +43,15 @@ uint64_t share_begin(uint64_t total, int rank, int size) {
 
 const char* collective_name(Collective collective) {
   static constexpr std::array<const char*, 9> names = {
-      "barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all"};
+      "barrier",
+      "all_reduce",
+      "reduce",
+      "reduce_scatter",
+      "broadcast",
+      "all_gather",
+      "gather",
+      "scatter",
+      "all_to_all"};
   const auto index = static_cast<size_t>(collective);
   return index < names.size() ? names[index] : "?";
 }

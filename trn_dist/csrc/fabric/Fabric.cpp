@@ -303,7 +303,7 @@ bool Fabric::alive(int rank) const {
 }
 
 void Fabric::map_peer(int rank, int fd, uint64_t size) {
-  struct stat status {};
+  struct stat status{};
   TORCH_CHECK_WITH(
       DistBackendError,
       fstat(fd, &status) == 0 && size > 0 && static_cast<uint64_t>(status.st_size) >= size,
@@ -380,7 +380,13 @@ void Fabric::lead(const c10::intrusive_ptr<c10d::Store>& store, milliseconds tim
         }
       }
       failure = c10::str(
-          "neuron: ", list_ranks(absent), " of ", size(), " did not join the process group within ", seconds(timeout), " s");
+          "neuron: ",
+          list_ranks(absent),
+          " of ",
+          size(),
+          " did not join the process group within ",
+          seconds(timeout),
+          " s");
       break;
     }
     Descriptor socket(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
@@ -405,13 +411,20 @@ void Fabric::lead(const c10::intrusive_ptr<c10d::Store>& store, milliseconds tim
     }
     if (hello.size != size() || hello.rank <= 0 || hello.rank >= size() || sockets[hello.rank].get() >= 0) {
       failure = c10::str(
-          "neuron: a process joined as rank ", hello.rank, " of ", hello.size, ", which does not fit a group of ", size(),
+          "neuron: a process joined as rank ",
+          hello.rank,
+          " of ",
+          hello.size,
+          ", which does not fit a group of ",
+          size(),
           " ranks in which no rank may come twice");
       break;
     }
     if (credentials.pid != hello.pid) {
       failure = c10::str(
-          "neuron: rank ", hello.rank, " runs in another PID namespace than rank 0; ranks of one machine must share it");
+          "neuron: rank ",
+          hello.rank,
+          " runs in another PID namespace than rank 0; ranks of one machine must share it");
       break;
     }
     peers_[hello.rank].pid = hello.pid;

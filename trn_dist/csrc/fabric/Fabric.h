@@ -31,11 +31,8 @@ class Fabric {
 
   // Exchanges arenas among `size` ranks that share `store`. Collective. Throws when a rank does not come within
   // `timeout` (the error names it), runs on another machine, or may not be trusted.
-  static std::shared_ptr<Fabric> rendezvous(
-      const c10::intrusive_ptr<c10d::Store>& store,
-      int rank,
-      int size,
-      std::chrono::milliseconds timeout);
+  static std::shared_ptr<Fabric>
+  rendezvous(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
 
   ~Fabric();
   Fabric(const Fabric&) = delete;

@@ -72,7 +72,12 @@ std::vector<int> SendOperation::missing() const {
   return {to_};
 }
 
-ReceiveOperation::ReceiveOperation(Communicator& communicator, const at::Tensor& tensor, Region region, int from, int tag)
+ReceiveOperation::ReceiveOperation(
+    Communicator& communicator,
+    const at::Tensor& tensor,
+    Region region,
+    int from,
+    int tag)
     : Operation(communicator), region_(region), from_(from), tag_(tag) {
   tensors_.push_back(tensor);
 }
@@ -120,8 +125,7 @@ std::vector<int> ReceiveOperation::missing() const {
 }
 
 void ReceiveOperation::attend(bool waiting) {
-  communicator_->control_.member(communicator_->rank())
-      .receiving.store(waiting ? 1 : 0, std::memory_order_relaxed);
+  communicator_->control_.member(communicator_->rank()).receiving.store(waiting ? 1 : 0, std::memory_order_relaxed);
 }
 
 // ---- PointToPoint: sending ------------------------------------------------------------------------------------------
@@ -273,7 +277,8 @@ bool PointToPoint::detach(Outbox::Entry& entry, int to) {
 
 // The same number on both sides, and another for every message of the group.
 uint64_t PointToPoint::trace_sequence(uint64_t serial, int from, int to) const {
-  const auto pair = static_cast<uint64_t>(from) * static_cast<uint64_t>(communicator_.size()) + static_cast<uint64_t>(to);
+  const auto pair =
+      static_cast<uint64_t>(from) * static_cast<uint64_t>(communicator_.size()) + static_cast<uint64_t>(to);
   return (pair << 32) + serial;
 }
 
@@ -334,7 +339,8 @@ bool PointToPoint::take(ReceiveOperation& receive, int from) {
   for (uint64_t serial = head; serial < posted; ++serial) {
     Message& message = channel.ring[serial % kChannelDepth];
     const uint32_t state = message.state.load(std::memory_order_acquire);
-    const bool received = message.serial != serial || state == value(MessageState::Done) || state == value(MessageState::Free);
+    const bool received =
+        message.serial != serial || state == value(MessageState::Done) || state == value(MessageState::Free);
     if (received) {
       if (serial == head) {
         ++head;
@@ -352,9 +358,17 @@ bool PointToPoint::take(ReceiveOperation& receive, int from) {
     if (message.nbytes != receive.region_.nbytes || message.offset > sender.size ||
         message.nbytes > sender.size - message.offset) {
       const std::string reason = c10::str(
-          "neuron: ", receive.describe(), " of group ", communicator_.name(), " got a message of ", message.nbytes,
-          " bytes from ", communicator_.rank_label(from), ": a receive must have the size of its send. Noticed by ",
-          communicator_.rank_label(communicator_.rank()), ".");
+          "neuron: ",
+          receive.describe(),
+          " of group ",
+          communicator_.name(),
+          " got a message of ",
+          message.nbytes,
+          " bytes from ",
+          communicator_.rank_label(from),
+          ": a receive must have the size of its send. Noticed by ",
+          communicator_.rank_label(communicator_.rank()),
+          ".");
       communicator_.fail(reason);
       return false;
     }
@@ -379,8 +393,9 @@ void PointToPoint::depart() {
         Message& message = communicator_.control_.channel(communicator_.rank(), to).ring[entry.serial % kChannelDepth];
         futex_wait(&message.state, value(MessageState::Taken), std::chrono::milliseconds(100));
         if (message.state.load() != value(MessageState::Done)) {
-          entry.operation->complete(std::make_exception_ptr(
-              C10_BUILD_ERROR(DistBackendError, "neuron: the group was destroyed in the middle of a send")));
+          entry.operation->complete(
+              std::make_exception_ptr(
+                  C10_BUILD_ERROR(DistBackendError, "neuron: the group was destroyed in the middle of a send")));
         } else {
           entry.operation->complete();
         }
@@ -390,9 +405,10 @@ void PointToPoint::depart() {
   }
   for (const auto& receive : receives_) {
     if (!receive->done()) {
-      receive->complete(std::make_exception_ptr(C10_BUILD_ERROR(
-          DistBackendError,
-          c10::str("neuron: ", receive->describe(), ": group ", communicator_.name(), " was destroyed before"))));
+      receive->complete(
+          std::make_exception_ptr(C10_BUILD_ERROR(
+              DistBackendError,
+              c10::str("neuron: ", receive->describe(), ": group ", communicator_.name(), " was destroyed before"))));
     }
   }
   receives_.clear();

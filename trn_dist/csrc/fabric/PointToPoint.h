@@ -55,13 +55,8 @@ class PointToPoint {
  public:
   explicit PointToPoint(Communicator& communicator);
 
-  std::shared_ptr<Operation> send(
-      const at::Tensor& tensor,
-      Region region,
-      int to,
-      int tag,
-      std::chrono::milliseconds timeout,
-      Enqueued enqueued);
+  std::shared_ptr<Operation>
+  send(const at::Tensor& tensor, Region region, int to, int tag, std::chrono::milliseconds timeout, Enqueued enqueued);
   std::shared_ptr<Operation> receive(
       const at::Tensor& tensor,
       Region region,

@@ -132,8 +132,7 @@ void init_timing(pybind11::module_& m) {
       const pybind11::gil_scoped_acquire interpreter;
       std::vector<CostPiece> pieces;
       for (const pybind11::handle row : (*function)(ranks, operation)) {
-        const auto [from_bytes, alpha_ps, beta_ps_per_mib] =
-            row.cast<std::tuple<int64_t, Picoseconds, Picoseconds>>();
+        const auto [from_bytes, alpha_ps, beta_ps_per_mib] = row.cast<std::tuple<int64_t, Picoseconds, Picoseconds>>();
         pieces.push_back({from_bytes, alpha_ps, beta_ps_per_mib});
       }
       return pieces;
