@@ -46,7 +46,7 @@ def bus_factor(op: str, size: int) -> float:
 
 
 def make_case(
-    op: str, nbytes: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
+    op: str, nbytes: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Callable[[], Any], Callable[[], bool], int]:
     """The call, a check of its result, and the elements of the whole buffer."""
     rank, size = group.rank(), group.size()
@@ -134,7 +134,7 @@ def rank_main(rank: int, port: int, options: argparse.Namespace, pipe: Connectio
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("neuron", store=store, rank=rank, world_size=options.ranks, timeout=timedelta(seconds=120))
     neuron = dist.group.WORLD
-    groups = {"neuron": neuron, "neuron-cpu": neuron}
+    groups: dict[str, Any] = {"neuron": neuron, "neuron-cpu": neuron}
     if "gloo" in options.backends:
         groups["gloo"] = dist.new_group(backend="gloo")
     dtype = getattr(torch, options.dtype)
