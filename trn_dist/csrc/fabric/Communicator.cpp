@@ -616,10 +616,12 @@ bool Communicator::slot_free(uint64_t sequence) {
 }
 
 void Communicator::prepare_costs(Collective operation) {
+  throw_if_unusable();
   control_.header().costs[static_cast<size_t>(operation)].prepare(fabric_ranks_, collective_name(operation));
 }
 
 void Communicator::prepare_message_costs() {
+  throw_if_unusable();
   control_.header().costs[kCollectives].prepare(fabric_ranks_, "send");
 }
 
