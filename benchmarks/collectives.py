@@ -104,7 +104,7 @@ def make_case(
 
 
 def measure(call: Callable[[], Any], fence: Callable[[], Any], seconds: float) -> tuple[float, float]:
-    """First and median time in microseconds. All ranks do as many iterations, which `fence` keeps together."""
+    """First and median time in microseconds. All ranks do the same number of iterations; `fence` lines them up."""
     fence()
     begin = time.perf_counter()
     call()
@@ -130,11 +130,13 @@ def measure(call: Callable[[], Any], fence: Callable[[], Any], seconds: float) -
 def rank_main(rank: int, port: int, options: argparse.Namespace, pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if options.bind:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % (os.cpu_count() or 1)]})
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("neuron", store=store, rank=rank, world_size=options.ranks, timeout=timedelta(seconds=120))
-    neuron = dist.group.WORLD
-    groups: dict[str, Any] = {"neuron": neuron, "neuron-cpu": neuron}
+    neuron = dist.distributed_c10d._get_default_group()
+    groups = {"neuron": neuron, "neuron-cpu": neuron}
     if "gloo" in options.backends:
         groups["gloo"] = dist.new_group(backend="gloo")
     dtype = getattr(torch, options.dtype)
@@ -171,6 +173,9 @@ def main() -> int:
         help="neuron-cpu: the neuron group on CPU tensors",
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each measurement")
+    parser.add_argument(
+        "--bind", action="store_true", help="bind each rank to a core, as MPI launchers do; for machines in use"
+    )
     parser.add_argument("--check", action="store_true", help="compare each result with what it should be")
     options = parser.parse_args()
 

@@ -1,7 +1,7 @@
 """Runs a function on several ranks, each a process of its own. Used by the tests of this folder.
 
-Ranks are forked from a server process that has imported torch and done nothing else: starting eight takes a fraction
-of a second, and whatever the test process did before does not reach them.
+Ranks are forked from a server process that has imported torch and done nothing else: starting eight takes a fraction of
+a second, and whatever the test process did before does not reach them.
 """
 
 from __future__ import annotations
@@ -41,29 +41,37 @@ _context.set_forkserver_preload(list(_PRELOAD))
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one rank did. `error` is the traceback's text; it and `value` are None when the process just ended."""
+    """What one rank did. `error` is the traceback's text. A rank that died without a word has no value and no error."""
 
     value: Any = None
-    error: str | None = None
-    error_type: str | None = None
+    error: str = ""
+    error_type: str = ""
     exitcode: int | None = None
     seconds: float = 0.0
 
 
-def _rank_main(
-    rank: int, size: int, port: int, backend: str, timeout_s: float, pipe: Connection, fn: Callable, args: tuple
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    size: int
+    port: int  # of the store
+    backend: str  # "": the function makes the process group
+    timeout_s: float
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    size = str(job.size)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     begin = time.monotonic()
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
-        if backend:
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-            )
-        value = fn(rank, size, *args)
+        store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
+        if job.backend:
+            timeout = timedelta(seconds=job.timeout_s)
+            dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.size, timeout=timeout)
+        value = job.fn(rank, job.size, *job.args)
         if dist.is_initialized():
             dist.destroy_process_group()
         pipe.send(Outcome(value=value, seconds=time.monotonic() - begin))
@@ -75,28 +83,28 @@ def _rank_main(
         os._exit(1)
 
 
-def _fork_ranks(size: int, pipes: list[Connection], report: Connection, rest: tuple) -> None:
+def _fork_ranks(job: _Job, pipes: list[Connection], report: Connection) -> None:
     """Forks the ranks, in a process group of its own by which they can all be ended, and reports how each one ended."""
     os.setpgrp()
     report.send(os.getpid())
     ranks_by_pid = {}
-    for rank in range(size):
+    for rank in range(job.size):
         pid = os.fork()
         if pid == 0:
-            for other in range(size):
+            for other in range(job.size):
                 if other != rank:
                     pipes[other].close()
             code = 1
             try:
-                _rank_main(rank, size, *rest[:3], pipes[rank], *rest[3:])
+                _rank_main(rank, job, pipes[rank])
                 code = 0
             finally:
                 os._exit(code)
         ranks_by_pid[pid] = rank
     for pipe in pipes:
         pipe.close()
-    exitcodes = {}
-    while len(exitcodes) < size:
+    exitcodes: dict[int, int] = {}
+    while len(exitcodes) < job.size:
         pid, status = os.wait()
         exitcodes[ranks_by_pid[pid]] = os.waitstatus_to_exitcode(status)
     report.send(exitcodes)
@@ -114,8 +122,8 @@ def outcomes(
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pairs = [_context.Pipe(duplex=False) for _ in range(size)]
     report, report_end = _context.Pipe(duplex=False)
-    rest = (server.port, backend, timeout_s, fn, args)
-    parent = _context.Process(target=_fork_ranks, args=(size, [theirs for _, theirs in pairs], report_end, rest))
+    job = _Job(size, server.port, backend, timeout_s, fn, args)
+    parent = _context.Process(target=_fork_ranks, args=(job, [theirs for _, theirs in pairs], report_end))
     parent.start()
     for end in (*(theirs for _, theirs in pairs), report_end):
         end.close()
@@ -123,11 +131,12 @@ def outcomes(
     process_group = report.recv()
     results = [Outcome() for _ in range(size)]
     try:
-        open_pipes = {ours: rank for rank, (ours, _) in enumerate(pairs)}
+        open_pipes: dict[Any, int] = {ours: rank for rank, (ours, _) in enumerate(pairs)}
         while open_pipes:
             ready = wait(list(open_pipes), timeout=max(deadline - time.monotonic(), 0))
             if not ready:
                 raise AssertionError(f"ranks {sorted(open_pipes.values())} of {size} did not end within {deadline_s} s")
+            pipe: Any
             for pipe in ready:
                 rank = open_pipes.pop(pipe)
                 with contextlib.suppress(EOFError):
@@ -146,7 +155,7 @@ def run(size: int, fn: Callable, *args: Any, **options: Any) -> list[Any]:
     """As :func:`outcomes`, for functions that succeed everywhere: their values by rank."""
     results = outcomes(size, fn, *args, **options)
     for rank, result in enumerate(results):
-        assert result.error is None, f"rank {rank} of {size}:\n{result.error}"
+        assert not result.error, f"rank {rank} of {size}:\n{result.error}"
         assert result.exitcode == 0, f"rank {rank} of {size} ended with {result.exitcode}"
     return [result.value for result in results]
 

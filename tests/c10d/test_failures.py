@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# c10d says that its calls may return None, which they do only outside of a group.
+# mypy: disable-error-code="union-attr"
 import os
 import signal
 import time
@@ -19,7 +21,7 @@ def tensor_on(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> tor
     return torch.ones(shape, dtype=dtype, device=f"neuron:{rank}")
 
 
-# ---- Ranks that disagree -------------------------------------------------------------------------------------------
+# ---- Ranks that disagree ---------------------------------------------------------------------------------------------
 
 
 def disagree(rank: int, size: int, how: str) -> None:
@@ -44,24 +46,27 @@ def disagree(rank: int, size: int, how: str) -> None:
         dist.all_to_all_single(tensor_on(rank, 4, 5), tensor_on(rank, 4, 5), [1, 1, 1, 1], splits)
 
 
+OTHERS = "ranks 0, 1, 3: "
+
+
 @pytest.mark.parametrize(
     ("how", "odd_line", "other_line"),
     [
         (
             "operation",
             "rank 2: broadcast(root 0) of float32 [3, 4]",
-            "ranks 0, 1, 3: all_reduce(SUM) of float32 [3, 4]",
+            OTHERS + "all_reduce(SUM) of float32 [3, 4]",
         ),
-        ("shape", "rank 2: all_reduce(SUM) of float32 [3, 5]", "ranks 0, 1, 3: all_reduce(SUM) of float32 [3, 4]"),
+        ("shape", "rank 2: all_reduce(SUM) of float32 [3, 5]", OTHERS + "all_reduce(SUM) of float32 [3, 4]"),
         (
             "large shape",
             "rank 2: all_reduce(SUM) of float32 [300, 500]",
-            "ranks 0, 1, 3: all_reduce(SUM) of float32 [300, 400]",
+            OTHERS + "all_reduce(SUM) of float32 [300, 400]",
         ),
-        ("dtype", "rank 2: all_reduce(SUM) of int32 [3]", "ranks 0, 1, 3: all_reduce(SUM) of float32 [3]"),
-        ("root", "rank 2: broadcast(root 2) of float32 [3]", "ranks 0, 1, 3: broadcast(root 0) of float32 [3]"),
-        ("reduce op", "rank 2: all_reduce(MAX) of float32 [3]", "ranks 0, 1, 3: all_reduce(SUM) of float32 [3]"),
-        ("small and large", "rank 2: all_gather of float32 [100000]", "ranks 0, 1, 3: all_gather of float32 [1]"),
+        ("dtype", "rank 2: all_reduce(SUM) of int32 [3]", OTHERS + "all_reduce(SUM) of float32 [3]"),
+        ("root", "rank 2: broadcast(root 2) of float32 [3]", OTHERS + "broadcast(root 0) of float32 [3]"),
+        ("reduce op", "rank 2: all_reduce(MAX) of float32 [3]", OTHERS + "all_reduce(SUM) of float32 [3]"),
+        ("small and large", "rank 2: all_gather of float32 [100000]", OTHERS + "all_gather of float32 [1]"),
         (
             "splits",
             "rank 2 sends 40 bytes to rank 1, which expects 20 bytes from it",
@@ -91,7 +96,7 @@ def test_a_failed_group_raises_its_first_error_again_and_others_work_on() -> Non
     assert ranks.run(2, fail_then_go_on) == ["ok", "ok"]
 
 
-# ---- Ranks that die ------------------------------------------------------------------------------------------------
+# ---- Ranks that die --------------------------------------------------------------------------------------------------
 
 
 def one_dies(rank: int, size: int, when: str) -> None:
@@ -147,13 +152,13 @@ def one_leaves(rank: int, size: int) -> None:
 
 def test_a_rank_that_has_destroyed_the_group() -> None:
     results = ranks.outcomes(3, one_leaves, timeout_s=300)
-    assert results[1].error is None
+    assert results[1].error == ""
     for rank in (0, 2):
         assert "rank 1 has left the group (destroy_process_group)" in results[rank].error
         assert results[rank].seconds < 10
 
 
-# ---- Ranks that do not come ----------------------------------------------------------------------------------------
+# ---- Ranks that do not come ------------------------------------------------------------------------------------------
 
 
 def one_is_late(rank: int, size: int) -> None:
@@ -206,20 +211,15 @@ def does_not_join(rank: int, size: int) -> None:
         dist.init_process_group("neuron", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=1.5))
 
 
-def test_a_rank_that_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_join() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = ranks.outcomes(3, _with_port, server.port, backend="")
+    results = ranks.outcomes(3, does_not_join, server.port, backend="")
     for rank in (0, 1):
         assert results[rank].error_type == "DistBackendError", results[rank]
         assert "rank 2 of 3 did not join the process group within 1.5 s" in results[rank].error
 
 
-def _with_port(rank: int, size: int, port: int) -> None:
-    os.environ["PORT"] = str(port)
-    does_not_join(rank, size)
-
-
-# ---- Leaving -------------------------------------------------------------------------------------------------------
+# ---- Leaving ---------------------------------------------------------------------------------------------------------
 
 
 def destroyed_with_work_pending(rank: int, size: int) -> float:
@@ -266,7 +266,7 @@ def aborted(rank: int, size: int) -> None:
 
 def test_abort() -> None:
     for outcome in ranks.outcomes(3, aborted, timeout_s=300):
-        assert outcome.error is None, outcome.error
+        assert outcome.error == "", outcome.error
         assert outcome.seconds < 10
 
 
@@ -312,13 +312,11 @@ def test_a_forked_child_cannot_take_part() -> None:
     assert ranks.run(2, forked) == [7, 7]
 
 
-# ---- Arguments -----------------------------------------------------------------------------------------------------
+# ---- Arguments -------------------------------------------------------------------------------------------------------
 
 
 def arguments(rank: int, size: int) -> None:
-    with pytest.raises(
-        TypeError, match=r"all_reduce cannot reduce float32 with ReduceOp.BAND: bitwise reductions need"
-    ):
+    with pytest.raises(TypeError, match=r"cannot reduce float32 with ReduceOp\.BAND: bitwise reductions need"):
         dist.all_reduce(tensor_on(rank, 3), ReduceOp.BAND)
     with pytest.raises(TypeError, match="a bool has no average"):
         dist.all_reduce(tensor_on(rank, 3, dtype=torch.bool), ReduceOp.AVG)

@@ -1,4 +1,4 @@
-#include "c10d/WorkNeuron.hpp"
+#include "c10d/WorkNeuron.h"
 
 #include "fabric/Host.h"
 

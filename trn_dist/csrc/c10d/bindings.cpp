@@ -1,6 +1,6 @@
 // The Python face of the process group, and what the fabric needs of Python.
 
-#include "c10d/ProcessGroupNeuron.hpp"
+#include "c10d/ProcessGroupNeuron.h"
 #include "fabric/Host.h"
 
 #include <torch/csrc/distributed/c10d/Types.hpp>

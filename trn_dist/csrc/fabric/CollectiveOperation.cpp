@@ -318,22 +318,22 @@ void CollectiveOperation::take_from_slot() {
 }
 
 std::vector<int> CollectiveOperation::missing() const {
-  std::vector<int> ranks;
+  std::vector<int> absent;
+  std::vector<int> present;
   const ControlBlock& control = communicator_->control_;
-  const bool open =
-      Slot::reached(control.slot(sequence_).state.load(std::memory_order_acquire), Slot::ready(sequence_));
   for (int r = 0; r < control.size(); ++r) {
+    const Member& member = control.member(r);
     if (r == communicator_->rank()) {
       continue;
     }
-    const Member& member = control.member(r);
-    // Once open, any rank that is still there may hold a segment.
-    if (open ? member.departed.load(std::memory_order_acquire) == 0
-             : member.posted.load(std::memory_order_acquire) <= sequence_) {
-      ranks.push_back(r);
+    if (member.posted.load(std::memory_order_acquire) <= sequence_) {
+      absent.push_back(r);
+    } else if (member.departed.load(std::memory_order_acquire) == 0) {
+      present.push_back(r);
     }
   }
-  return ranks;
+  // With all posts there, any rank may have the rest of the work in its hands.
+  return absent.empty() ? present : absent;
 }
 
 void CollectiveOperation::attend(bool waiting) {

@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 
@@ -27,8 +28,9 @@ using std::chrono::milliseconds;
 constexpr milliseconds kSlice{50}; // the longest sleep without a look around
 constexpr milliseconds kHealthInterval{200};
 constexpr size_t kSuspectsPerCheck = 16; // each costs a read of /proc
-constexpr int kMinSpin = 32; // pauses, of about 50 ns each
+constexpr int kMinSpin = 64; // pauses, of 20 to 50 ns each
 constexpr int kMaxSpin = 4096;
+constexpr microseconds kWorthSpinning{100}; // a sleep and a wake-up take about 50 us
 constexpr uint64_t kSegmentBytes = 256 << 10;
 // Collectives that move less than this are done by the last to arrive: waking the others would take longer.
 constexpr uint64_t kSoloBytes = 64 << 10;
@@ -60,171 +62,6 @@ std::string in_seconds(milliseconds value) {
 }
 
 } // namespace
-
-// [Note: Locks]
-class Communicator::Section {
- public:
-  explicit Section(Communicator& communicator) : communicator_(communicator) {
-    lock();
-  }
-  ~Section() {
-    if (held_) {
-      unlock();
-    }
-  }
-  void lock() {
-    if (!communicator_.mutex_.try_lock()) {
-      // Whoever holds it never wants the interpreter lock meanwhile, but another thread that waits for it might.
-      HostLockRelease released;
-      communicator_.mutex_.lock();
-    }
-    held_ = true;
-  }
-  void unlock() {
-    std::vector<at::Tensor> tensors;
-    tensors.swap(communicator_.retired_tensors_);
-    communicator_.mutex_.unlock();
-    held_ = false;
-  }
-
- private:
-  Communicator& communicator_;
-  bool held_ = false;
-};
-
-// ---- Operation ------------------------------------------------------------------------------------------------------
-
-Operation::Operation(Communicator& communicator)
-    : communicator_(communicator.shared_from_this()), started_(Clock::now()) {}
-
-std::exception_ptr Operation::error() const {
-  return done() ? error_ : nullptr;
-}
-
-void Operation::complete(std::exception_ptr error) {
-  if (done()) {
-    return;
-  }
-  if (error != nullptr) {
-    std::lock_guard<std::mutex> guard(registry().mutex);
-    for (auto& tensor : tensors_) {
-      registry().abandoned.push_back(std::move(tensor));
-    }
-  } else {
-    for (auto& tensor : tensors_) {
-      communicator_->retired_tensors_.push_back(std::move(tensor));
-    }
-  }
-  tensors_.clear();
-  error_ = std::move(error);
-  done_.store(true, std::memory_order_release);
-}
-
-bool Operation::poll() {
-  if (done()) {
-    return true;
-  }
-  if (Arena::in_bad_fork()) {
-    return true;
-  }
-  std::unique_lock<std::mutex> guard(communicator_->mutex_, std::try_to_lock);
-  if (!guard.owns_lock()) {
-    return false;
-  }
-  try {
-    Wait wait;
-    if (done() || advance(wait, /*thorough=*/true)) {
-      return true;
-    }
-    communicator_->throw_if_failed();
-    const int64_t now = milliseconds_since(started_);
-    if (now >= next_check_ms_.load(std::memory_order_relaxed)) {
-      next_check_ms_.store(now + kHealthInterval.count(), std::memory_order_relaxed);
-      const auto what = [this] { return describe(); };
-      const auto absent = [this] { return missing(); };
-      communicator_->check_health(absent, what);
-      if (now > timeout_.count()) {
-        communicator_->time_out(absent, what, timeout_, /*fail_group=*/true);
-      }
-    }
-  } catch (const c10::Error&) {
-    complete(std::current_exception());
-    return true;
-  }
-  return false;
-}
-
-void Operation::fail_group(const std::string& reason) {
-  communicator_->fail(
-      c10::str(
-          "neuron: ",
-          describe(),
-          " of group ",
-          communicator_->name(),
-          " was ",
-          reason,
-          " by ",
-          communicator_->rank_label(communicator_->rank())));
-}
-
-void Operation::finish() {
-  finish(milliseconds(0));
-}
-
-void Operation::finish(milliseconds timeout) {
-  if (!done()) {
-    communicator_->throw_if_unusable();
-    Communicator::Section section(*communicator_);
-    Wait wait;
-    if (!done() && !advance(wait, /*thorough=*/false)) {
-      attend(true);
-      try {
-        communicator_->wait_until(
-            section,
-            [this](Wait& next, bool thorough) { return done() || advance(next, thorough); },
-            [this] { return missing(); },
-            [this] { return describe(); },
-            timeout.count() > 0 ? timeout : timeout_,
-            /*fail_on_timeout=*/timeout.count() == 0);
-      } catch (const c10::Error&) {
-        attend(false);
-        if (!communicator_->failure().empty()) {
-          complete(std::current_exception());
-        }
-        throw;
-      } catch (...) { // interrupted by the user: the operation goes on
-        attend(false);
-        throw;
-      }
-      attend(false);
-    }
-    communicator_->retire();
-  }
-  if (error_ != nullptr) {
-    std::rethrow_exception(error_);
-  }
-  record();
-}
-
-void Operation::record() {
-  if (!recorded_.exchange(true) && enqueued_.stream.has_value()) {
-    record_collective(
-        *enqueued_.stream,
-        name_id(name_),
-        enqueued_.group,
-        trace_sequence_,
-        static_cast<int64_t>(message_nbytes_),
-        times_);
-  }
-}
-
-void Operation::join() const {
-  if (enqueued_.stream.has_value()) {
-    stream_wait(current_stream(enqueued_.stream->device_index()), times_.end);
-  } else {
-    host_wait(times_.end);
-  }
-}
 
 // ---- Communicator: life ---------------------------------------------------------------------------------------------
 
@@ -437,6 +274,13 @@ void Communicator::wake_everybody() {
   futex_wake_all(&header.retire_bell);
 }
 
+void Communicator::abandon(std::vector<at::Tensor> tensors) {
+  std::lock_guard<std::mutex> guard(registry().mutex);
+  for (auto& tensor : tensors) {
+    registry().abandoned.push_back(std::move(tensor));
+  }
+}
+
 void Communicator::check_health(Missing missing, What what) {
   const std::vector<int> suspects = missing();
   for (size_t i = 0; i < std::min(suspects.size(), kSuspectsPerCheck); ++i) {
@@ -499,22 +343,37 @@ void Communicator::time_out(Missing missing, What what, milliseconds timeout, bo
 
 // ---- Communicator: waiting ------------------------------------------------------------------------------------------
 
-bool Communicator::sleep(const Operation::Wait& wait) {
-  if (fabric_->has_core_per_rank()) {
-    const int limit = spin_limit_.load(std::memory_order_relaxed);
-    for (int i = 0; i < limit; ++i) {
-      if (wait.word->load(std::memory_order_acquire) != wait.seen) {
-        spin_limit_.store(std::min(2 * limit, kMaxSpin), std::memory_order_relaxed);
-        return false;
-      }
-      cpu_pause();
+bool Communicator::shares_cpu() const {
+  const int cpu = sched_getcpu();
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank_ && control_.member(r).cpu.load(std::memory_order_relaxed) == cpu) {
+      return true;
     }
-    spin_limit_.store(std::max(limit / 2, kMinSpin), std::memory_order_relaxed);
   }
-  HostLockRelease released;
-  wait.sleepers->fetch_add(1);
-  futex_wait(wait.word, wait.seen, std::min<microseconds>(wait.patience, kSlice));
-  wait.sleepers->fetch_sub(1);
+  return false;
+}
+
+bool Communicator::sleep(const Operation::Wait& wait) {
+  const bool may_spin = fabric_->has_core_per_rank() && !shares_cpu();
+  const int limit = spin_limit_.load(std::memory_order_relaxed);
+  for (int i = 0; may_spin && i < limit; ++i) {
+    if (wait.word->load(std::memory_order_acquire) != wait.seen) {
+      return false;
+    }
+    cpu_pause();
+  }
+  const auto begin = Clock::now();
+  {
+    HostLockRelease released;
+    wait.sleepers->fetch_add(1);
+    futex_wait(wait.word, wait.seen, std::min<microseconds>(wait.patience, kSlice));
+    wait.sleepers->fetch_sub(1);
+  }
+  if (may_spin) {
+    // Spin longer if that would have saved this sleep, less if it would not.
+    const bool short_sleep = Clock::now() - begin < kWorthSpinning;
+    spin_limit_.store(short_sleep ? std::min(2 * limit, kMaxSpin) : std::max(limit / 2, kMinSpin));
+  }
   return wait.word->load(std::memory_order_acquire) == wait.seen;
 }
 
@@ -542,18 +401,20 @@ void Communicator::wait_until(
     section.unlock();
     try {
       throw_if_failed();
-      thorough = sleep(wait);
+      // Right after an attempt that did not succeed: time that this process spent stopped, by a debugger say, must not
+      // turn what the others have completed meanwhile into a timeout.
       const int64_t waited_ms = milliseconds_since(begin);
-      if (thorough) {
-        check_interrupt();
-        progress_all(this);
+      if (waited_ms >= timeout.count()) {
+        time_out(missing, what, timeout, fail_on_timeout);
       }
       if (waited_ms >= next_check_ms) {
         next_check_ms = waited_ms + kHealthInterval.count();
         check_health(missing, what);
       }
-      if (waited_ms >= timeout.count() && !missing().empty()) {
-        time_out(missing, what, timeout, fail_on_timeout);
+      thorough = sleep(wait);
+      if (thorough) {
+        check_interrupt();
+        progress_all(this);
       }
     } catch (...) {
       section.lock();
@@ -704,6 +565,7 @@ std::shared_ptr<Operation> Communicator::post(CollectiveCall&& call) {
   operation->sequence_ = sequence;
   operation->publish(control_.post(sequence, rank_));
   outstanding_.push_back(operation);
+  control_.member(rank_).cpu.store(sched_getcpu(), std::memory_order_relaxed);
   control_.member(rank_).posted.store(sequence + 1, std::memory_order_release);
   const uint32_t arrived = control_.slot(sequence).arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
   if (arrived == static_cast<uint32_t>((sequence / kSlots + 1) * size())) {

@@ -98,6 +98,7 @@ struct alignas(64) Ticket {
 
 struct alignas(64) Member {
   std::atomic<uint64_t> posted; // collectives called
+  std::atomic<int32_t> cpu; // where it last ran
   alignas(64) std::atomic<uint64_t> retired; // collectives whose slot this rank needs no more
   std::atomic<uint64_t> attending; // 1 + the collective it waits in; 0: it is elsewhere
   std::atomic<uint32_t> receiving; // it waits for a message

@@ -4,6 +4,7 @@
 #include "fabric/Fabric.h"
 
 #include "device/Arena.h"
+#include "fabric/Host.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -150,6 +151,7 @@ int poll_limit_ms(Clock::time_point deadline) {
 
 bool wait_readable(int fd, Clock::time_point deadline) {
   while (Clock::now() < deadline) {
+    check_interrupt();
     pollfd entry{fd, POLLIN, 0};
     const int n = poll(&entry, 1, poll_limit_ms(deadline));
     if (n > 0) {

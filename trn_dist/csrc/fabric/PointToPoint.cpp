@@ -234,14 +234,12 @@ void PointToPoint::collect(int to) {
         entry.operation = nullptr;
       }
       entry.staged = nullptr;
+      entry.received = true;
     }
   }
   // Messages may be received out of order, by tag; slots of the ring are given back in order.
-  while (!outbox.entries.empty() && outbox.entries.front().in_ring) {
+  while (!outbox.entries.empty() && outbox.entries.front().received) {
     Message& message = channel.ring[outbox.entries.front().serial % kChannelDepth];
-    if (message.state.load(std::memory_order_acquire) != value(MessageState::Done)) {
-      break;
-    }
     message.state.store(value(MessageState::Free), std::memory_order_release);
     outbox.entries.pop_front();
     freed = true;

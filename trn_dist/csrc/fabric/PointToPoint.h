@@ -89,6 +89,7 @@ class PointToPoint {
       uint64_t serial = 0;
       Picoseconds ready_ps = 0;
       bool in_ring = false;
+      bool received = false;
     };
     std::deque<Entry> entries; // oldest first; those beyond the ring's depth wait their turn
     uint64_t next_serial = 0;

@@ -147,20 +147,20 @@ struct Float8Format {
 
 #define TRN_ISA baseline
 #define TRN_TARGET
-#include "fabric/ReduceKernels.inl"
+#include "fabric/ReduceKernels.h"
 #undef TRN_ISA
 #undef TRN_TARGET
 
 #if defined(__x86_64__)
 #define TRN_ISA avx2
 #define TRN_TARGET __attribute__((target("avx2")))
-#include "fabric/ReduceKernels.inl"
+#include "fabric/ReduceKernels.h"
 #undef TRN_ISA
 #undef TRN_TARGET
 
 #define TRN_ISA avx512
 #define TRN_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
-#include "fabric/ReduceKernels.inl"
+#include "fabric/ReduceKernels.h"
 #undef TRN_ISA
 #undef TRN_TARGET
 #endif

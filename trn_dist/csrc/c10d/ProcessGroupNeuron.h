@@ -3,7 +3,7 @@
 // The c10d backend "neuron". Checks the arguments of each call, as ProcessGroupNCCL does, and hands the memory of the
 // tensors to a Communicator. Serves neuron tensors in place and CPU tensors by one copy.
 
-#include "c10d/WorkNeuron.hpp"
+#include "c10d/WorkNeuron.h"
 #include "fabric/Communicator.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
