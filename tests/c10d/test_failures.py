@@ -203,11 +203,9 @@ def test_timeouts_of_a_wait_and_of_a_group() -> None:
     ranks.run(2, timeouts, timeout_s=30)
 
 
-def does_not_join(rank: int, size: int) -> None:
+def does_not_join(rank: int, size: int, port: int) -> None:
     if rank != 2:
-        store = dist.distributed_c10d.PrefixStore(
-            "late", dist.TCPStore("127.0.0.1", int(os.environ["PORT"]), is_master=False)
-        )
+        store = dist.PrefixStore("late", dist.TCPStore("127.0.0.1", port, is_master=False))
         dist.init_process_group("neuron", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=1.5))
 
 
