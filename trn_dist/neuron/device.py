@@ -13,9 +13,6 @@ from trn_dist import _C
 Device = torch.device | int | str | None
 
 
-DEFAULT_CLUSTER = "trn2.48xlarge"
-
-
 def visible_cores(cores: int) -> int:
     """How many of a node's ``cores`` logical cores this process may use.
 
@@ -51,7 +48,7 @@ def read_configuration() -> dict[str, Any]:
     """What the devices of this process are: one node of the cluster that TRN_CLUSTER names, with LNC as
     NEURON_LOGICAL_NC_CONFIG says (1 or 2; default the chip's own). Called at the first use of a device.
     """
-    from trn_dist.hardware import load_cluster
+    from trn_dist.hardware.environment import named_cluster
 
     lnc = (
         os.environ.get("NEURON_LOGICAL_NC_CONFIG", "").strip()
@@ -59,7 +56,7 @@ def read_configuration() -> dict[str, Any]:
     )
     if lnc not in ("", "1", "2"):
         raise ValueError(f"NEURON_LOGICAL_NC_CONFIG={lnc!r}: must be 1 or 2")
-    cluster = load_cluster(os.environ.get("TRN_CLUSTER") or DEFAULT_CLUSTER, lnc=int(lnc) if lnc else None)
+    cluster = named_cluster(lnc=int(lnc) if lnc else None)
     policy = dataclasses.asdict(cluster.chip.allocator)
     return {
         "device_count": visible_cores(cluster.cores_per_node),

@@ -10,9 +10,7 @@ import math
 import os
 
 from trn_dist.hardware import Cluster, ConfigError, Topology, load_cluster
-
-CLUSTER_VARIABLE = "TRN_CLUSTER"
-DEFAULT_CLUSTER = "trn2.48xlarge"
+from trn_dist.hardware.environment import CLUSTER_VARIABLE, cluster_name, named_cluster
 
 
 @functools.cache
@@ -22,8 +20,8 @@ def cluster() -> Cluster:
 
     Raises :class:`ConfigError` for a wrong file, or for more ranks on a node than it has cores.
     """
-    name = os.environ.get(CLUSTER_VARIABLE) or DEFAULT_CLUSTER
-    unit = load_cluster(name)
+    name = cluster_name()
+    unit = named_cluster()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(min(world_size, unit.cores_per_node))))
     if local_world_size > unit.cores_per_node:
