@@ -78,32 +78,27 @@ def ddp(rank: int, size: int, kind: str) -> None:
         assert torch.allclose(got.detach().cpu(), expected, atol=0.02)
 
 
-def fsdp(rank: int, size: int, kind: str) -> None:
+def train_sharded(rank: int, size: int, kind: str, mesh_shape: tuple[int, ...], what: str) -> None:
+    """fully_shard over a mesh: one dimension shards, two replicate over the first and shard over the second."""
     device = device_of(kind, rank)
     if kind == "neuron":
         torch.accelerator.set_device_index(rank)
-    mesh = init_device_mesh(device.type, (size,))
+    mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     model = make_model(device)
     for layer in (model[0], model[2], model[4]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     train(model, rank, device)
     for got, expected in zip(model.parameters(), reference(size), strict=True):
-        check(got.full_tensor().detach(), expected, "FSDP2")
+        check(got.full_tensor().detach(), expected, what)
+
+
+def fsdp(rank: int, size: int, kind: str) -> None:
+    train_sharded(rank, size, kind, (size,), "FSDP2")
 
 
 def hsdp(rank: int, size: int, kind: str) -> None:
-    device = device_of(kind, rank)
-    if kind == "neuron":
-        torch.accelerator.set_device_index(rank)
-    mesh = init_device_mesh(device.type, (2, size // 2), mesh_dim_names=("replicate", "shard"))
-    model = make_model(device)
-    for layer in (model[0], model[2], model[4]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    train(model, rank, device)
-    for got, expected in zip(model.parameters(), reference(size), strict=True):
-        check(got.full_tensor().detach(), expected, "HSDP")
+    train_sharded(rank, size, kind, (2, size // 2), "HSDP")
 
 
 def tensor_parallel(rank: int, size: int, kind: str) -> None:
