@@ -167,7 +167,7 @@ class Call {
           note_cpu(tensor);
         }
       } else if (value.isTensorList()) {
-        replace_list(value, i, written);
+        replace_list(value, written);
       } else if (value.isOptionalTensorList()) {
         replace_optional_list(value);
       } else if (value.isDevice()) {
@@ -184,13 +184,7 @@ class Call {
     if (device_ < 0) {
       device_ = current_device();
     } else if (C10_UNLIKELY(cpu_tensor_ && !info_.takes_cpu_tensors)) {
-      TORCH_CHECK(
-          false,
-          "Expected all tensors to be on the same device, but found at least two devices, neuron:",
-          static_cast<int>(device_),
-          " and cpu! (in ",
-          op_.operator_name(),
-          ")");
+      refuse_second_device("cpu");
     }
   }
 
@@ -295,23 +289,27 @@ class Call {
     if (device_ < 0) {
       device_ = device;
     } else if (C10_UNLIKELY(device_ != device)) {
-      TORCH_CHECK(
-          false,
-          "Expected all tensors to be on the same device, but found at least two devices, neuron:",
-          static_cast<int>(device_),
-          " and neuron:",
-          static_cast<int>(device),
-          "! (in ",
-          op_.operator_name(),
-          ")");
+      refuse_second_device(c10::str("neuron:", static_cast<int>(device)));
     }
+  }
+
+  [[noreturn]] void refuse_second_device(const std::string& second) const {
+    TORCH_CHECK(
+        false,
+        "Expected all tensors to be on the same device, but found at least two devices, neuron:",
+        static_cast<int>(device_),
+        " and ",
+        second,
+        "! (in ",
+        op_.operator_name(),
+        ")");
   }
 
   void note_cpu(const at::Tensor& tensor) {
     cpu_tensor_ = cpu_tensor_ || (tensor.device().is_cpu() && tensor.dim() > 0);
   }
 
-  void replace_list(c10::IValue& value, size_t index, bool written) {
+  void replace_list(c10::IValue& value, bool written) {
     c10::List<at::Tensor> replaced;
     replaced.reserve(value.toListRef().size());
     for (const at::Tensor& tensor : value.toTensorVector()) {

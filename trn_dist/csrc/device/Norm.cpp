@@ -23,30 +23,34 @@ at::Tensor narrow(const at::Tensor& tensor) {
   return tensor.to(at::kFloat);
 }
 
+// Whether the first tensor of `input`, a tensor or a list of tensors, is float32.
+bool is_float32(const c10::IValue& input) {
+  if (input.isTensor()) {
+    return input.toTensor().scalar_type() == at::kFloat;
+  }
+  const auto tensors = input.toListRef();
+  return !tensors.empty() && tensors[0].toTensor().scalar_type() == at::kFloat;
+}
+
 // Both operators take the dtype of the sum as their last argument and the tensor or tensors as their first.
 void norm(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const c10::IValue& input = (*stack)[stack->size() - op.schema().arguments().size()];
-  c10::IValue& dtype = stack->back();
-  const bool is_list = input.isTensorList();
-  const bool is_float = is_list
-      ? !input.toTensorVector().empty() && input.toTensorVector()[0].scalar_type() == at::kFloat
-      : input.toTensor().scalar_type() == at::kFloat;
-  if (!enabled.load(std::memory_order_relaxed) || !dtype.isNone() || !is_float) {
+  if (!float64_norm() || !stack->back().isNone() ||
+      !is_float32((*stack)[stack->size() - op.schema().arguments().size()])) {
     fallback(op, keys, stack);
     return;
   }
-  dtype = at::kDouble;
+  stack->back() = at::kDouble;
   fallback(op, keys, stack);
   c10::IValue& result = stack->back();
-  if (is_list) {
-    c10::List<at::Tensor> narrowed;
-    for (const at::Tensor& tensor : result.toTensorVector()) {
-      narrowed.push_back(narrow(tensor));
-    }
-    result = std::move(narrowed);
-  } else {
+  if (result.isTensor()) {
     result = narrow(result.toTensor());
+    return;
   }
+  c10::List<at::Tensor> narrowed;
+  for (const at::Tensor& tensor : result.toTensorVector()) {
+    narrowed.push_back(narrow(tensor));
+  }
+  result = std::move(narrowed);
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
