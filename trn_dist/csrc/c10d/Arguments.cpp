@@ -1,5 +1,9 @@
 #include "c10d/Arguments.h"
 
+#include "c10d/ExactSums.h"
+#include "fabric/ExactSum.h"
+
+#include <ATen/EmptyTensor.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -46,6 +50,14 @@ void check_one(const std::vector<at::Tensor>& tensors, const char* name) {
 
 Region dense_region(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes(), nullptr};
+}
+
+MemoryUse use_of(const Region& region, bool written) {
+  const Layout* layout = region.layout.get();
+  const uint64_t nbytes = layout == nullptr
+      ? region.nbytes
+      : at::detail::computeStorageNbytes(layout->sizes, layout->strides, c10::elementSize(layout->dtype));
+  return {region.data, region.data + nbytes, written};
 }
 
 Region logical_region(const at::Tensor& tensor) {
@@ -113,7 +125,10 @@ void set_reduction(CollectiveCall& call, const c10d::ReduceOp& op, const char* n
   if (c10::isComplexType(call.dtype)) {
     call.dtype = c10::toRealValueType(call.dtype); // as pairs
   }
-  if (call.reduction == Reduction::PremulSum) {
+  if (exact_sums()) {
+    call.reduction = exact(call.dtype, call.reduction);
+  }
+  if (plain(call.reduction) == Reduction::PremulSum) {
     const auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
     TORCH_CHECK_VALUE(supplement != nullptr, "neuron: ", name, " with ReduceOp.PREMUL_SUM needs a factor");
     call.factor =

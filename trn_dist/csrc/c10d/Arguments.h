@@ -22,6 +22,8 @@ void check_one(const std::vector<at::Tensor>& tensors, const char* name);
 Region dense_region(const at::Tensor& tensor);
 // The elements in their logical order. For any tensor.
 Region logical_region(const at::Tensor& tensor);
+// The bytes between a region's first and last element.
+MemoryUse use_of(const Region& region, bool written);
 // The parts into which all_to_all_single cuts a tensor along its first dimension.
 void add_splits(
     c10::SmallVector<Region, 4>& regions,

@@ -1,7 +1,9 @@
 #include "c10d/ProcessGroupNeuron.h"
 
 #include "c10d/Arguments.h"
+#include "c10d/Profile.h"
 #include "device/Device.h"
+#include "fabric/Host.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -27,6 +29,8 @@ World& world() {
   return *instance;
 }
 
+constexpr milliseconds kFlush{5000};
+
 // Calls between startCoalescing and endCoalescing of this thread.
 struct Coalescing {
   const ProcessGroupNeuron* group = nullptr;
@@ -34,6 +38,57 @@ struct Coalescing {
   std::vector<at::Tensor> outputs;
 };
 thread_local Coalescing coalescing;
+
+// How profiles name a call: the event until its Work is done, and the collective in "record_param_comms".
+struct CallNames {
+  const char* event;
+  const char* collective;
+};
+
+CallNames names_of(OpType type) {
+  switch (type) {
+    case OpType::BROADCAST:
+      return {"neuron:broadcast", "broadcast"};
+    case OpType::ALLREDUCE:
+      return {"neuron:all_reduce", "allreduce"};
+    case OpType::ALLREDUCE_COALESCED:
+      return {"neuron:all_reduce_coalesced", "allreduce_coalesced"};
+    case OpType::REDUCE:
+      return {"neuron:reduce", "reduce"};
+    case OpType::ALLGATHER:
+      return {"neuron:all_gather", "all_gather"};
+    case OpType::_ALLGATHER_BASE:
+      return {"neuron:_all_gather_base", "_allgather_base"};
+    case OpType::ALLGATHER_COALESCED:
+      return {"neuron:all_gather_coalesced", "allgather_coalesced"};
+    case OpType::GATHER:
+      return {"neuron:gather", "gather"};
+    case OpType::SCATTER:
+      return {"neuron:scatter", "scatter"};
+    case OpType::REDUCE_SCATTER:
+      return {"neuron:reduce_scatter", "reduce_scatter"};
+    case OpType::_REDUCE_SCATTER_BASE:
+      return {"neuron:_reduce_scatter_base", "_reduce_scatter_base"};
+    case OpType::REDUCE_SCATTER_TENSOR_COALESCED:
+      return {"neuron:reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced"};
+    case OpType::ALLTOALL_BASE:
+      return {"neuron:all_to_all", "all_to_allv"};
+    case OpType::ALLTOALL:
+      return {"neuron:all_to_all", "all_to_all"};
+    case OpType::COALESCED:
+      return {"neuron:all_gather_into_tensor_coalesced", "allgather_into_tensor_coalesced"};
+    case OpType::SEND:
+      return {"neuron:send", "send"};
+    case OpType::RECV:
+      return {"neuron:recv", "recv"};
+    case OpType::RECVANYSOURCE:
+      return {"neuron:recvAnySource", "recv"};
+    case OpType::BARRIER:
+      return {"neuron:barrier", "barrier"};
+    default:
+      return {"neuron:unknown", "unknown"};
+  }
+}
 
 } // namespace
 
@@ -59,10 +114,10 @@ c10::intrusive_ptr<ProcessGroupNeuron> ProcessGroupNeuron::create(
     // The default group, or a group of a job whose default group has another backend: a fabric of its own.
     fabric = Fabric::rendezvous(store, rank, size, timeout);
     std::iota(fabric_ranks.begin(), fabric_ranks.end(), 0);
+    owns_fabric = true;
     if (global_ranks.empty()) {
       std::lock_guard<std::mutex> guard(world().mutex);
       world().fabric = fabric;
-      owns_fabric = true;
     }
   } else {
     TORCH_CHECK_VALUE(
@@ -102,6 +157,7 @@ ProcessGroupNeuron::ProcessGroupNeuron(
       fabric_(std::move(fabric)),
       communicator_(std::move(communicator)),
       fabric_ranks_(std::move(fabric_ranks)),
+      first_rank_(*std::min_element(fabric_ranks_.begin(), fabric_ranks_.end())),
       owns_fabric_(owns_fabric),
       timeout_ms_(timeout.count()) {
   init();
@@ -117,6 +173,10 @@ void ProcessGroupNeuron::shutdown() {
     std::lock_guard<std::mutex> guard(world().mutex);
     if (world().fabric == fabric_) {
       world().fabric = nullptr;
+    }
+    if (fabric_->network() != nullptr) {
+      // What the other hosts wait for is on its way; a host that does not take it is given up.
+      fabric_->network()->close(kFlush);
     }
   }
 }
@@ -157,6 +217,33 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupNeuron::split(
       std::move(prefixed), fabric_, std::move(communicator), std::move(fabric_ranks), false, timeout);
 }
 
+c10::intrusive_ptr<c10d::Backend> ProcessGroupNeuron::shrink(
+    const std::vector<int64_t>& ranks_to_exclude,
+    int shrink_flags,
+    const c10::intrusive_ptr<c10d::Backend::Options>& opts_override) {
+  std::vector<int> ranks;
+  std::vector<int> fabric_ranks;
+  for (int r = 0; r < getSize(); ++r) {
+    if (std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), r) == ranks_to_exclude.end()) {
+      ranks.push_back(r);
+      fabric_ranks.push_back(fabric_ranks_[r]);
+    }
+  }
+  if (shrink_flags != 0) {
+    communicator_->fail(
+        c10::str(
+            "neuron: group ",
+            communicator_->name(),
+            " was aborted by ",
+            communicator_->rank_label(communicator_->rank()),
+            " to shrink it"));
+  }
+  const milliseconds timeout = opts_override != nullptr ? opts_override->timeout : milliseconds(timeout_ms_.load());
+  auto communicator = communicator_->shrink(ranks, communicator_->name() + ":shrunk", timeout);
+  return c10::make_intrusive<ProcessGroupNeuron>(
+      store_, fabric_, std::move(communicator), std::move(fabric_ranks), false, timeout);
+}
+
 c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupNeuron::getBackendOptions() {
   auto options = c10::make_intrusive<Options>(milliseconds(timeout_ms_.load()));
   options->group_name = communicator_->name();
@@ -192,20 +279,28 @@ const ProcessGroupNeuron::DeviceStreams& ProcessGroupNeuron::streams(c10::Device
   return it->second;
 }
 
-Enqueued ProcessGroupNeuron::enqueue(const Tensors& tensors) {
-  Enqueued enqueued;
+GroupName ProcessGroupNeuron::group_name() {
   // Groups along one dimension of a device mesh are described alike, and named apart.
   const std::string& description = getGroupDesc();
-  enqueued.group.name =
-      name_id(description.empty() || description == "undefined" ? communicator_->name() : description);
-  enqueued.group.first_rank = *std::min_element(fabric_ranks_.begin(), fabric_ranks_.end());
+  return {
+      name_id(description.empty() || description == "undefined" ? communicator_->name() : description), first_rank_};
+}
+
+Enqueued ProcessGroupNeuron::enqueue(const Tensors& tensors) {
+  Enqueued enqueued;
+  if (host_hooks.call_site != nullptr) {
+    enqueued.call_site = host_hooks.call_site();
+  }
+  enqueued.launch_site = launch_site();
+  enqueued.group = group_name();
   if (!tensors.empty() && is_neuron(tensors[0])) {
     const auto device = tensors[0].device().index();
     enqueued.stream = streams(device).collectives;
-    enqueued.ready_ps = trn::enqueue(current_stream(device));
-  } else {
-    enqueued.ready_ps = trn::enqueue(current_stream(current_device()));
   }
+  const EnqueuedTransfer transfer = trn::enqueue(
+      enqueued.stream.has_value() ? current_stream(enqueued.stream->device_index()) : current_stream(current_device()));
+  enqueued.ready_ps = transfer.ready;
+  enqueued.transfer = transfer.transfer;
   return enqueued;
 }
 
@@ -214,17 +309,81 @@ ProcessGroupNeuron::launch(CollectiveCall&& call, OpType type, Tensors outputs, 
   call.timeout = timeout_or(timeout);
   communicator_->prepare_costs(call.operation);
   call.enqueued = enqueue(call.tensors);
-  return wrap(communicator_->post(std::move(call)), type, std::move(outputs), async);
+  // The tensors are the inputs, then the outputs; or the same ones are both.
+  const size_t count =
+      call.tensors.size() > outputs.size() ? call.tensors.size() - outputs.size() : call.tensors.size();
+  const Tensors inputs = comms_are_recorded() ? Tensors(call.tensors.begin(), call.tensors.begin() + count) : Tensors();
+  auto event = begin_event(names_of(type).event, at::ArrayRef<at::Tensor>(call.tensors.data(), count));
+  MemoryUses uses;
+  for (const Region& region : call.inputs) {
+    uses.push_back(use_of(region, /*written=*/false));
+  }
+  for (const Region& region : call.outputs) {
+    uses.push_back(use_of(region, /*written=*/true));
+  }
+  sanitize(call.enqueued, collective_name(call.operation), uses, call.tensors);
+  try {
+    auto operation = recorded(type, inputs, outputs, async, [&] { return communicator_->post(std::move(call)); });
+    return wrap(std::move(operation), type, std::move(outputs), async, std::move(uses), std::move(event));
+  } catch (const c10::Error&) {
+    communicator_->report_failure();
+    throw;
+  }
 }
 
-c10::intrusive_ptr<c10d::Work>
-ProcessGroupNeuron::wrap(std::shared_ptr<Operation> operation, OpType type, Tensors outputs, bool async) {
-  if (coalescing.group == this) {
-    coalescing.operations.push_back(operation);
-    coalescing.outputs.insert(coalescing.outputs.end(), outputs.begin(), outputs.end());
-  } else if (!async) {
+void ProcessGroupNeuron::sanitize(
+    Enqueued& enqueued,
+    const char* name,
+    const MemoryUses& uses,
+    const Tensors& tensors) {
+  if (sanitizing() && enqueued.stream.has_value()) {
+    const c10::Stream current = current_stream(enqueued.stream->device_index());
+    enqueued.clock = sanitize_collective(*enqueued.stream, current, name_id(name), uses, tensors);
+  }
+}
+
+std::shared_ptr<Operation> ProcessGroupNeuron::recorded(
+    OpType type,
+    const Tensors& inputs,
+    const Tensors& outputs,
+    bool async,
+    c10::function_ref<std::shared_ptr<Operation>()> post) {
+  if (!comms_are_recorded()) {
+    return post();
+  }
+  std::shared_ptr<Operation> operation;
+  record_comms(
+      {names_of(type).collective,
+       static_cast<int64_t>(communicator_->next_sequence()),
+       c10d::isP2POp(type),
+       communicator_->name(),
+       getGroupDesc(),
+       getRank(),
+       fabric_ranks_,
+       inputs,
+       outputs,
+       async},
+      [&] { operation = post(); });
+  return operation;
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::wrap(
+    std::shared_ptr<Operation> operation,
+    OpType type,
+    Tensors outputs,
+    bool async,
+    MemoryUses uses,
+    std::unique_ptr<at::RecordFunction> event) {
+  const bool now = !async && coalescing.group != this;
+  if (now) {
     operation->finish();
     operation->join();
+  } else if (coalescing.group == this) {
+    coalescing.operations.push_back(operation);
+    coalescing.outputs.insert(coalescing.outputs.end(), outputs.begin(), outputs.end());
+  }
+  if (!operation->finished()) {
+    operation->claim(std::move(uses));
   }
   std::optional<c10::Stream> future_stream;
   if (!outputs.empty() && is_neuron(outputs[0])) {
@@ -232,12 +391,16 @@ ProcessGroupNeuron::wrap(std::shared_ptr<Operation> operation, OpType type, Tens
     future_stream = device.futures;
     add_pending_or_join(device.collectives, operation, operation->done());
   }
+  if (now) {
+    return nullptr; // as ProcessGroupNCCL's: there is nothing left to wait for
+  }
   return c10::make_intrusive<WorkNeuron>(
       getRank(),
       type,
       std::vector<std::shared_ptr<Operation>>{std::move(operation)},
       std::move(outputs),
-      future_stream);
+      future_stream,
+      std::move(event));
 }
 
 void ProcessGroupNeuron::startCoalescing() {
@@ -425,6 +588,8 @@ ProcessGroupNeuron::allgather_coalesced(TensorLists& outputs, Tensors& inputs, c
     check_same_dtype(inputs[t], inputs[0], "all_gather_coalesced");
     call.inputs.push_back(logical_region(inputs[t]));
     keep(call, inputs[t]);
+  }
+  for (size_t t = 0; t < inputs.size(); ++t) {
     for (int r = 0; r < getSize(); ++r) {
       TORCH_CHECK_VALUE(
           outputs[r].size() == inputs.size() && outputs[r][t].numel() == inputs[t].numel(),
@@ -679,25 +844,46 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::barrier(const c10d::BarrierOp
   return launch(std::move(call), OpType::BARRIER, {}, opts.timeout, opts.asyncOp);
 }
 
+void ProcessGroupNeuron::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
+  CollectiveCall call;
+  call.operation = Collective::Barrier;
+  call.monitored = true;
+  launch(std::move(call), OpType::BARRIER, {}, opts.timeout, /*async=*/false);
+}
+
 // ---- Messages -------------------------------------------------------------------------------------------------------
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::start_message(
+    OpType type,
+    Tensors& tensors,
+    c10::function_ref<std::shared_ptr<Operation>(Region, Enqueued&&)> post) {
+  const CallNames names = names_of(type);
+  auto event = begin_event(names.event, tensors);
+  const Region region = logical_region(tensors[0]);
+  const MemoryUses uses = {use_of(region, /*written=*/type != OpType::SEND)};
+  Enqueued enqueued = enqueue(tensors);
+  sanitize(enqueued, names.collective, uses, tensors);
+  auto operation = recorded(type, tensors, tensors, /*async=*/true, [&] { return post(region, std::move(enqueued)); });
+  return wrap(std::move(operation), type, tensors, /*async=*/true, uses, std::move(event));
+}
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::send(Tensors& tensors, int to, int tag) {
   check_one(tensors, "send");
   check_tensor(tensors[0], "send");
   check_root(to, 0, "send");
   communicator_->prepare_message_costs();
-  auto operation = communicator_->send(
-      tensors[0], logical_region(tensors[0]), to, tag, timeout_or(c10d::kUnsetTimeout), enqueue(tensors));
-  return wrap(std::move(operation), OpType::SEND, tensors, /*async=*/true);
+  return start_message(OpType::SEND, tensors, [&](Region region, Enqueued&& enqueued) {
+    return communicator_->send(tensors[0], region, to, tag, timeout_or(c10d::kUnsetTimeout), std::move(enqueued));
+  });
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::receive(Tensors& tensors, int from, int tag, OpType type) {
   check_one(tensors, "recv");
   communicator_->prepare_message_costs();
   check_tensor(tensors[0], "recv");
-  auto operation = communicator_->receive(
-      tensors[0], logical_region(tensors[0]), from, tag, timeout_or(c10d::kUnsetTimeout), enqueue(tensors));
-  return wrap(std::move(operation), type, tensors, /*async=*/true);
+  return start_message(type, tensors, [&](Region region, Enqueued&& enqueued) {
+    return communicator_->receive(tensors[0], region, from, tag, timeout_or(c10d::kUnsetTimeout), std::move(enqueued));
+  });
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::recv(Tensors& tensors, int from, int tag) {

@@ -1,11 +1,13 @@
 #pragma once
 
 // The c10d backend "neuron". Checks the arguments of each call, as ProcessGroupNCCL does, and hands the memory of the
-// tensors to a Communicator. Serves neuron tensors in place and CPU tensors by one copy.
+// tensors to a Communicator. Serves neuron tensors in place, CPU tensors by one copy in and one out.
 
 #include "c10d/WorkNeuron.h"
 #include "fabric/Communicator.h"
 
+#include <ATen/record_function.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -58,6 +60,15 @@ class ProcessGroupNeuron final : public c10d::Backend {
       const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
 
+  bool supportsShrinking() const override {
+    return true;
+  }
+  // The group without `ranks_to_exclude`. With c10d's SHRINK_ABORT what is in flight is aborted first.
+  c10::intrusive_ptr<c10d::Backend> shrink(
+      const std::vector<int64_t>& ranks_to_exclude,
+      int shrink_flags,
+      const c10::intrusive_ptr<c10d::Backend::Options>& opts_override) override;
+
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
 
@@ -67,7 +78,16 @@ class ProcessGroupNeuron final : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override;
   c10d::ErrorType getError() override;
   void abort() override;
+  const std::shared_ptr<Fabric>& fabric() const {
+    return fabric_;
+  }
   void shutdown() override;
+
+  const std::shared_ptr<Communicator>& communicator() const {
+    return communicator_;
+  }
+  // As accounts and traces of virtual time show the group.
+  GroupName group_name();
 
   using Work = c10d::Work;
   template <typename T>
@@ -124,16 +144,39 @@ class ProcessGroupNeuron final : public c10d::Backend {
   Ref<Work> send(Tensors& tensors, int to, int tag) override;
   Ref<Work> recv(Tensors& tensors, int from, int tag) override;
   Ref<Work> recvAnysource(Tensors& tensors, int tag) override;
+  // Names every rank that did not come; then the group has failed, as after any timeout.
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
   Ref<Work> barrier(const c10d::BarrierOptions& opts = c10d::BarrierOptions()) override;
 
  private:
-  // Posts the call and wraps it. `outputs` are the Work's result.
+  // Posts the call and wraps it. `outputs` are the Work's result. A call that is not `async` is carried out, and has none.
   Ref<Work>
   launch(CollectiveCall&& call, c10d::OpType type, Tensors outputs, std::chrono::milliseconds timeout, bool async);
   // Launches a call in virtual time, on the current stream of the tensors' device; a barrier's and CPU tensors' is for the
   // host.
   Enqueued enqueue(const Tensors& tensors);
-  Ref<Work> wrap(std::shared_ptr<Operation> operation, c10d::OpType type, Tensors outputs, bool async);
+  // Runs `post`, which is the call itself, with what the profiler is to know of it.
+  std::shared_ptr<Operation> recorded(
+      c10d::OpType type,
+      const Tensors& inputs,
+      const Tensors& outputs,
+      bool async,
+      c10::function_ref<std::shared_ptr<Operation>()> post);
+  // A send or receive of tensors[0], which `post` hands to the fabric.
+  Ref<Work> start_message(
+      c10d::OpType type,
+      Tensors& tensors,
+      c10::function_ref<std::shared_ptr<Operation>(Region, Enqueued&&)> post);
+  // `uses`: what the operation reads and writes.
+  Ref<Work> wrap(
+      std::shared_ptr<Operation> operation,
+      c10d::OpType type,
+      Tensors outputs,
+      bool async,
+      MemoryUses uses,
+      std::unique_ptr<at::RecordFunction> event);
+  // Shows an operation that is about to be posted to the stream sanitizer.
+  void sanitize(Enqueued& enqueued, const char* name, const MemoryUses& uses, const Tensors& tensors);
   Ref<Work> receive(Tensors& tensors, int from, int tag, c10d::OpType type);
   std::chrono::milliseconds timeout_or(std::chrono::milliseconds timeout) const;
   void check_root(int64_t root, int64_t root_tensor, const char* name) const;
@@ -148,6 +191,7 @@ class ProcessGroupNeuron final : public c10d::Backend {
   std::shared_ptr<Fabric> fabric_;
   std::shared_ptr<Communicator> communicator_;
   std::vector<int> fabric_ranks_;
+  int first_rank_; // the lowest of them
   bool owns_fabric_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<int> splits_{0};

@@ -1,5 +1,6 @@
 #include "c10d/WorkNeuron.h"
 
+#include "c10d/Profile.h"
 #include "fabric/Host.h"
 
 #include <c10/core/StreamGuard.h>
@@ -12,11 +13,13 @@ WorkNeuron::WorkNeuron(
     c10d::OpType type,
     std::vector<std::shared_ptr<Operation>> operations,
     std::vector<at::Tensor> outputs,
-    std::optional<c10::Stream> future_stream)
+    std::optional<c10::Stream> future_stream,
+    std::unique_ptr<at::RecordFunction> event)
     : Work(rank, type),
       operations_(std::move(operations)),
       outputs_(std::move(outputs)),
-      future_stream_(future_stream) {}
+      future_stream_(future_stream),
+      event_(std::move(event)) {}
 
 bool WorkNeuron::isCompleted() {
   std::vector<std::shared_ptr<PendingWork>> unfinished;
@@ -29,7 +32,11 @@ bool WorkNeuron::isCompleted() {
     }
   }
   const bool done = poll_all(unfinished, end_ps);
-  return host_poll(done ? end_ps : INT64_MAX);
+  if (!host_poll(done ? end_ps : INT64_MAX)) {
+    return false;
+  }
+  acknowledge_all(unfinished);
+  return true;
 }
 
 bool WorkNeuron::isSuccess() const {
@@ -63,11 +70,34 @@ void WorkNeuron::synchronize() {
 }
 
 bool WorkNeuron::wait(std::chrono::milliseconds timeout) {
-  for (const auto& operation : operations_) {
-    operation->finish(timeout.count() > 0 ? timeout : std::chrono::milliseconds(0));
-    operation->join();
+  const auto finish = [&] {
+    for (const auto& operation : operations_) {
+      operation->finish(timeout.count() > 0 ? timeout : std::chrono::milliseconds(0));
+      operation->join();
+    }
+  };
+  if (comms_are_recorded()) {
+    record_comms(
+        {.collective = "wait",
+         .sequence = static_cast<int64_t>(getSequencenumber()),
+         .message = c10d::isP2POp(opType_),
+         .rank = rank_},
+        finish);
+  } else {
+    finish();
   }
+  event_.reset();
   return true;
+}
+
+std::pair<Picoseconds, Picoseconds> WorkNeuron::finish() {
+  std::pair<Picoseconds, Picoseconds> times{INT64_MAX, 0};
+  for (const auto& operation : operations_) {
+    operation->finish();
+    times.first = std::min(times.first, operation->start_ps());
+    times.second = std::max(times.second, operation->end_ps());
+  }
+  return times;
 }
 
 void WorkNeuron::blockCurrentStream() {

@@ -12,6 +12,7 @@
 
 #include "fabric/Communicator.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/Stream.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -24,13 +25,14 @@ namespace trn {
 
 class WorkNeuron final : public c10d::Work {
  public:
-  // `future_stream`: of the neuron device of the outputs, if they have one.
+  // `future_stream`: of the neuron device of the outputs, if they have one. `event`: of the call, for the profiler, or null.
   WorkNeuron(
       int rank,
       c10d::OpType type,
       std::vector<std::shared_ptr<Operation>> operations,
       std::vector<at::Tensor> outputs,
-      std::optional<c10::Stream> future_stream);
+      std::optional<c10::Stream> future_stream,
+      std::unique_ptr<at::RecordFunction> event = nullptr);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -45,10 +47,15 @@ class WorkNeuron final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   uint64_t getSequencenumber() const override;
 
+  // Carries the operations out without ordering anything after them in virtual time; returns when the first began and the
+  // last ended there.
+  std::pair<Picoseconds, Picoseconds> finish();
+
  private:
   std::vector<std::shared_ptr<Operation>> operations_;
   std::vector<at::Tensor> outputs_;
   std::optional<c10::Stream> future_stream_;
+  std::unique_ptr<at::RecordFunction> event_; // until it is done
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

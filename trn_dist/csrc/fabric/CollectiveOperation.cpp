@@ -1,5 +1,9 @@
 #include "fabric/CollectiveOperation.h"
 
+#include "fabric/BlockReduction.h"
+#include "fabric/FlightRecorder.h"
+#include "fabric/Futex.h"
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -8,6 +12,8 @@
 namespace trn {
 
 namespace {
+
+constexpr uint64_t kPrivateBytes = 16 << 10;
 
 uint64_t total(const c10::SmallVector<Region, 4>& regions) {
   uint64_t sum = 0;
@@ -52,11 +58,12 @@ CollectiveOperation::CollectiveOperation(Communicator& communicator, CollectiveC
   enqueued_ = call_.enqueued;
   name_ = collective_name(call_.operation);
   message_nbytes_ = std::max(input_nbytes(), output_nbytes());
-  in_slot_ = travels_in_slot();
+  in_blocks_ = communicator.blocks_ != nullptr && BlockReduction::takes(call_);
+  in_slot_ = !in_blocks_ && travels_in_slot();
 }
 
 std::string CollectiveOperation::describe() const {
-  return c10::str(collective_name(call_.operation), " #", sequence_);
+  return c10::str(call_.monitored ? "monitored_barrier" : collective_name(call_.operation), " #", sequence_);
 }
 
 bool CollectiveOperation::overlaps(const CollectiveOperation& other) const {
@@ -142,13 +149,18 @@ bool CollectiveOperation::travels_in_slot() const {
 }
 
 void CollectiveOperation::stage() {
-  if (in_slot_) {
+  if (in_slot_ || in_blocks_) {
     return;
   }
   Arena& arena = Arena::get();
   spans_.reserve(call_.inputs.size() + call_.outputs.size());
   staged_.reserve(call_.inputs.size() + call_.outputs.size());
   const auto in_arena = [&](const Region& region) { return region.layout == nullptr && arena.contains(region.data); };
+  // Of a small tensor a copy is cheaper than the kernel's help.
+  const bool shared = message_nbytes_ >= kPrivateBytes && communicator_->private_memory_shared();
+  const auto in_private_memory = [&](const Region& region) {
+    return shared && region.layout == nullptr && region.nbytes >= kPrivateBytes;
+  };
   // An all_to_all in place would overwrite what others have yet to read.
   const bool copy_inputs = call_.operation == Collective::AllToAll && overlap(call_.inputs, call_.outputs);
   std::vector<uint64_t> staged_inputs(call_.inputs.size(), kNoOffset); // offset, where there is a copy
@@ -158,6 +170,8 @@ void CollectiveOperation::stage() {
       spans_.push_back({0, 0});
     } else if (in_arena(region) && !copy_inputs) {
       spans_.push_back({arena.offset_of(region.data), region.nbytes});
+    } else if (!copy_inputs && in_private_memory(region)) {
+      spans_.push_back({reinterpret_cast<uint64_t>(region.data) | kPrivate, region.nbytes});
     } else {
       staged_.emplace_back(region.nbytes);
       region.read(staged_.back().data());
@@ -173,6 +187,10 @@ void CollectiveOperation::stage() {
     }
     if (in_arena(region)) {
       spans_.push_back({arena.offset_of(region.data), region.nbytes});
+      continue;
+    }
+    if (in_private_memory(region)) {
+      spans_.push_back({reinterpret_cast<uint64_t>(region.data) | kPrivate, region.nbytes});
       continue;
     }
     uint64_t offset = 0;
@@ -192,10 +210,34 @@ void CollectiveOperation::stage() {
   }
 }
 
+std::pair<uint64_t, uint64_t> CollectiveOperation::needed_by(size_t input, const std::vector<int>& ranks) const {
+  const uint64_t nbytes = call_.inputs[input].nbytes;
+  const auto here = [&](int rank) { return std::find(ranks.begin(), ranks.end(), rank) != ranks.end(); };
+  switch (call_.operation) {
+    case Collective::Reduce:
+    case Collective::Gather:
+      return {0, here(call_.root) ? nbytes : 0};
+    case Collective::Scatter:
+    case Collective::AllToAll:
+    case Collective::ReduceScatter: {
+      const auto size = static_cast<uint64_t>(communicator_->size());
+      if (!call_.chunked_inputs) {
+        return {0, here(static_cast<int>(input % size)) ? nbytes : 0};
+      }
+      const auto [first, last] = std::minmax_element(ranks.begin(), ranks.end());
+      return {nbytes / size * *first, nbytes / size * (*last + 1)};
+    }
+    default:
+      return {0, nbytes};
+  }
+}
+
 void CollectiveOperation::publish(Post& post) {
   post.operation = call_.operation;
   post.dtype = call_.dtype;
   post.reduction = call_.reduction;
+  post.away = false;
+  post.in_blocks = in_blocks_;
   post.in_slot = in_slot_;
   post.root = call_.root;
   post.agreement = agreement();
@@ -204,13 +246,25 @@ void CollectiveOperation::publish(Post& post) {
   post.message_nbytes = message_nbytes_;
   post.ready_ps = enqueued_.ready_ps;
   trace_sequence_ = sequence_;
+  describe_transfer(RecordedTransfer::Collective);
   post.num_inputs = static_cast<uint32_t>(call_.inputs.size());
   post.num_outputs = static_cast<uint32_t>(call_.outputs.size());
   post.chunked_inputs = call_.chunked_inputs;
   post.chunked_outputs = call_.chunked_outputs;
   post.ndim = static_cast<uint8_t>(std::min<size_t>(call_.shape.size(), kMaxShape + 1));
   std::copy_n(call_.shape.begin(), std::min<size_t>(call_.shape.size(), kMaxShape), post.shape);
+  post.site = enqueued_.call_site;
   post.spans_offset = kNoOffset;
+  FlightRecord record;
+  record.sequence = sequence_;
+  record.operation = static_cast<uint64_t>(call_.operation);
+  record.chunked = call_.chunked_inputs || call_.chunked_outputs;
+  record.dtype = static_cast<uint64_t>(call_.dtype);
+  record.input_nbytes = input_nbytes();
+  record.output_nbytes = post.output_nbytes;
+  record.ndim = post.ndim;
+  std::copy_n(post.shape, kMaxShape, record.shape.begin());
+  record_in_flight(record);
   if (in_slot_) {
     std::byte* at = post.payload;
     // What does not fit is a call that disagrees with the others' (and is about to be refused).
@@ -220,6 +274,9 @@ void CollectiveOperation::publish(Post& post) {
         at += region.nbytes;
       }
     }
+    return;
+  }
+  if (in_blocks_) {
     return;
   }
   if (span_table_.empty()) {
@@ -239,6 +296,12 @@ bool CollectiveOperation::advance(Wait& wait, bool thorough) {
       wait.patience = std::chrono::milliseconds(2); // for the ranks whose ranges were left to them
     }
   }
+  if (Slot::reached(state, Slot::done(sequence_)) && in_blocks_) {
+    wait.word = &carried_out_;
+    wait.seen = carried_out_.load(std::memory_order_acquire);
+    wait.sleepers = &sleepers_;
+    return done();
+  }
   if (Slot::reached(state, Slot::done(sequence_))) {
     take_result();
     times_ = {enqueued_.ready_ps, slot.start_ps, slot.end_ps};
@@ -249,6 +312,44 @@ bool CollectiveOperation::advance(Wait& wait, bool thorough) {
   wait.seen = state;
   wait.sleepers = &slot.sleepers;
   return false;
+}
+
+void CollectiveOperation::carry_out(const std::function<void(const CollectiveCall&)>& reduce) {
+  Slot& slot = communicator_->control_.slot(sequence_);
+  std::exception_ptr error;
+  try {
+    {
+      Communicator::Section section(*communicator_);
+      communicator_->wait_until(
+          section,
+          [&](Wait& wait, bool) {
+            wait.word = &slot.state;
+            wait.seen = slot.state.load(std::memory_order_acquire);
+            wait.sleepers = &slot.sleepers;
+            return done() || Slot::reached(wait.seen, Slot::done(sequence_));
+          },
+          [this] { return missing(); },
+          [this] { return describe(); },
+          [](WaitRecord&) {}, // not one of the program's threads
+          enqueued_.call_site,
+          timeout_,
+          /*fail_on_timeout=*/true);
+      times_ = {enqueued_.ready_ps, slot.start_ps, slot.end_ps};
+    }
+    if (!done()) {
+      reduce(call_);
+    }
+  } catch (const c10::Error& problem) {
+    communicator_->fail(
+        c10::str("neuron: ", describe(), " of group ", communicator_->name(), ": ", problem.what_without_backtrace()));
+    error = std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, communicator_->failure()));
+  }
+  {
+    Communicator::Section section(*communicator_);
+    complete(error);
+  }
+  carried_out_.store(1, std::memory_order_release);
+  futex_wake_all(&carried_out_);
 }
 
 void CollectiveOperation::take_result() {
@@ -279,7 +380,7 @@ void CollectiveOperation::take_from_slot() {
     spread(communicator_->control_.slot(sequence_).result);
     return;
   }
-  const Exchange exchange(communicator_->control_, sequence_, *communicator_->fabric_, communicator_->fabric_ranks_);
+  const Exchange exchange = communicator_->read_posts(sequence_);
   switch (call_.operation) {
     case Collective::Reduce: {
       alignas(64) std::byte result[kInlineBytes];
@@ -332,8 +433,16 @@ std::vector<int> CollectiveOperation::missing() const {
       present.push_back(r);
     }
   }
+  if (absent.empty() && in_blocks_) {
+    return {}; // the steps of a BlockReduction look after their ranks themselves
+  }
   // With all posts there, any rank may have the rest of the work in its hands.
   return absent.empty() ? present : absent;
+}
+
+void CollectiveOperation::describe_wait(WaitRecord& record) const {
+  record.kind = WaitKind::Collective;
+  record.sequence = sequence_;
 }
 
 void CollectiveOperation::attend(bool waiting) {

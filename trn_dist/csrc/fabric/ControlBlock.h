@@ -1,7 +1,7 @@
 #pragma once
 
-// The shared memory of one communicator: how its ranks find each other's calls. It lies in the arena of the group's rank
-// 0. Only Communicator, Exchange and PointToPoint look at it.
+// The shared memory of one communicator on one host: how its ranks find each other's calls. It lies in the arena of the
+// first of the group's ranks there. Only Communicator, Exchange and PointToPoint look at it.
 //
 // [Note: Slots]
 // Collective number s of a group uses slot s % kSlots. All counters only grow, so nothing is ever reset:
@@ -42,17 +42,20 @@ constexpr size_t kErrorBytes = 8192;
 constexpr int kMaxShape = 6;
 constexpr uint64_t kNoOffset = UINT64_MAX;
 
-// A run of bytes in the arena of the rank that wrote it.
+// A run of bytes of the rank that wrote it: in its arena, or with kPrivate set at an address of its process.
 struct Span {
   uint64_t offset;
   uint64_t nbytes;
 };
+constexpr uint64_t kPrivate = 1ULL << 63;
 
 // One rank's call of one collective.
 struct alignas(64) Post {
   Collective operation;
   c10::ScalarType dtype;
   Reduction reduction;
+  bool away; // of a rank on another host, whose outputs are written there. See [Note: Ranks on other hosts]
+  bool in_blocks; // without data here: BlockReduction moves it
   bool in_slot; // the inputs are in `payload`, and each rank takes its own result
   int32_t root;
   uint64_t agreement; // derived from the sizes that every rank must see alike
@@ -65,6 +68,7 @@ struct alignas(64) Post {
   bool chunked_inputs; // each input is cut in equal parts, one a rank
   bool chunked_outputs;
   uint8_t ndim; // of the first tensor, for messages
+  uint64_t site; // offset of the text of the program's line in the rank's arena, or kNoOffset
   uint64_t spans_offset; // inputs then outputs, in the rank's arena; kNoOffset: in `spans`
   alignas(64) std::byte payload[kInlineBytes];
   Span spans[kInlineSpans];
@@ -99,31 +103,40 @@ struct alignas(64) Ticket {
 struct alignas(64) Member {
   std::atomic<uint64_t> posted; // collectives called
   std::atomic<int32_t> cpu; // where it last ran
+  std::atomic<int32_t> fabric_rank; // its place in the fabric
+  std::atomic<uint64_t> mark_address; // of PrivateMemory, 0 before it has attached
+  std::atomic<uint64_t> mark;
+  std::atomic<uint32_t> reaches_all; // whether it may use every other rank's private memory
   alignas(64) std::atomic<uint64_t> retired; // collectives whose slot this rank needs no more
   std::atomic<uint64_t> attending; // 1 + the collective it waits in; 0: it is elsewhere
-  std::atomic<uint32_t> receiving; // it waits for a message
   std::atomic<uint32_t> departed; // it has destroyed the group
-  alignas(64) std::atomic<uint32_t> doorbell; // futex: messages sent to it
+  std::atomic<uint32_t> lost; // it is on another host, and its connection has ended
+  // Where the control block of the group lies that this rank leads after the group was shrunk; see Communicator::shrink.
+  std::atomic<uint64_t> successor; // how many such groups there were
+  std::atomic<uint64_t> successor_offset;
+  std::atomic<uint64_t> successor_nonce;
+  alignas(64) std::atomic<uint32_t> doorbell; // futex: messages sent to it, and the end of those that it sent
   std::atomic<uint32_t> doorbell_sleepers;
 };
 
 // [Note: Messages]
 // free -> ready (sender) -> taken (receiver, copying) -> done (receiver) -> free (sender).
-// A sender that cannot wait moves the payload away from its tensor: ready -> moving -> ready.
+// A sender that has to go on moves the payload away from its tensor: ready -> moving -> ready.
 enum class MessageState : uint32_t { Free, Ready, Moving, Taken, Done };
 
 struct alignas(64) Message {
   std::atomic<uint32_t> state; // MessageState; futex
-  std::atomic<uint32_t> sleepers;
+  std::atomic<uint32_t> awaited; // the sender waits for its end, by its doorbell
   int32_t tag;
   std::atomic<uint64_t> serial; // within the channel
-  uint64_t offset; // of the payload in the sender's arena
+  uint64_t offset; // of the payload, as in Span
   uint64_t nbytes;
   Picoseconds ready_ps; // virtual time at which the sender can begin
 };
 
 struct alignas(64) Channel {
   std::atomic<uint64_t> posted; // messages ever put into the ring
+  std::atomic<uint64_t> sent; // messages ever sent; more than posted: some wait for room
   Message ring[kChannelDepth];
 };
 

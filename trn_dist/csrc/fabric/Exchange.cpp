@@ -1,9 +1,14 @@
 #include "fabric/Exchange.h"
 
+#include "fabric/CallSite.h"
+#include "fabric/Copy.h"
+#include "fabric/Reduce.h"
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
 #include <map>
 #include <sstream>
@@ -37,6 +42,18 @@ uint64_t share_begin(uint64_t total, int rank, int size) {
   }
   const uint64_t lines = total / 64;
   return lines / size * rank * 64 + std::min<uint64_t>(lines % size, rank) * 64;
+}
+
+constexpr uint64_t kScratchBytes = 512 << 10;
+
+struct alignas(64) Line {
+  std::byte bytes[64];
+};
+
+// Of this thread, for what passes through between two other ranks' private memory.
+std::byte* scratch() {
+  thread_local std::vector<Line> buffer(kScratchBytes / sizeof(Line));
+  return buffer[0].bytes;
 }
 
 } // namespace
@@ -142,18 +159,20 @@ std::string describe(const Post& post) {
 Exchange::Exchange(
     const ControlBlock& control,
     uint64_t sequence,
+    int rank,
     const Fabric& fabric,
-    const std::vector<int>& fabric_ranks)
-    : size_(control.size()) {
+    const std::vector<int>& arena_ranks,
+    const std::vector<PrivateMemory>& private_memory)
+    : size_(control.size()), rank_(rank), private_memory_(&private_memory) {
   views_.reserve(size_);
   for (int r = 0; r < size_; ++r) {
     const Post& post = control.post(sequence, r);
-    const Fabric::Peer& peer = fabric.peer(fabric_ranks[r]);
+    const Fabric::Peer& peer = fabric.peer(arena_ranks[r]);
     const Span* spans = post.spans;
     if (post.spans_offset != kNoOffset) {
       spans = reinterpret_cast<const Span*>(peer.base + post.spans_offset);
     }
-    views_.push_back({&post, peer.base, peer.size, spans});
+    views_.push_back({&post, &peer, peer.base, peer.size, spans});
   }
 }
 
@@ -220,6 +239,10 @@ std::optional<std::string> Exchange::out_of_bounds() const {
     }
     for (uint64_t i = 0; fits && i < count; ++i) {
       const Span& span = view.spans[i];
+      if ((span.offset & kPrivate) != 0) { // the kernel checks it against the process that named it
+        fits = private_memory_->size() == views_.size();
+        continue;
+      }
       fits = span.offset <= view.arena_bytes && span.nbytes <= view.arena_bytes - span.offset;
     }
     if (!fits) {
@@ -249,12 +272,13 @@ std::optional<std::string> Exchange::disagreement() const {
   for (int r = 1; r < size_ && agree; ++r) {
     const Post& post = *views_[r].post;
     agree = post.operation == first.operation && post.dtype == first.dtype && post.agreement == first.agreement &&
-        post.in_slot == first.in_slot && (!has_root(post.operation) || post.root == first.root) &&
+        post.in_slot == first.in_slot && post.in_blocks == first.in_blocks &&
+        (!has_root(post.operation) || post.root == first.root) &&
         (!is_reduction(post.operation) || post.reduction == first.reduction);
   }
   std::string reason = "the ranks do not agree on this call";
   if (agree) {
-    if (first.in_slot) {
+    if (first.in_slot || first.in_blocks) {
       return std::nullopt;
     }
     auto problem = out_of_bounds();
@@ -269,7 +293,7 @@ std::optional<std::string> Exchange::disagreement() const {
   // Ranks with the same call share a line.
   std::map<std::string, std::vector<int>> calls;
   for (int r = 0; r < size_; ++r) {
-    calls[describe(*views_[r].post)].push_back(r);
+    calls[describe(*views_[r].post) + call_site_text(*views_[r].peer, views_[r].post->site)].push_back(r);
   }
   std::vector<std::pair<std::vector<int>, std::string>> lines;
   for (const auto& [call, ranks] : calls) {
@@ -326,13 +350,16 @@ uint64_t Exchange::range_nbytes(int range) const {
       return 0;
     case Collective::AllReduce:
     case Collective::Reduce: {
+      if (post.operation == Collective::Reduce && views_[post.root].post->away) {
+        return 0;
+      }
       const uint64_t total = total_inputs(range);
       return share_begin(total, range + 1, size_) - share_begin(total, range, size_);
     }
     case Collective::Gather:
-      return total_inputs(range);
+      return views_[post.root].post->away ? 0 : total_inputs(range);
     default: // the bytes it receives; a broadcast's root receives none
-      return post.output_nbytes;
+      return post.away ? 0 : post.output_nbytes;
   }
 }
 
@@ -341,16 +368,14 @@ void Exchange::execute(int range, uint64_t begin, uint64_t end) const {
     reduce_interval(range, begin, end);
     return;
   }
+  const bool streaming = range_nbytes(range) >= kStreamBytes;
   uint64_t at = 0;
   for_each_piece(range, [&](int to, const Span& output, int from, const Span& input) {
     const uint64_t first = std::max(begin, at);
     const uint64_t last = std::min(end, at + output.nbytes);
-    if (first < last) {
-      std::byte* destination = views_[to].base + output.offset + (first - at);
-      const std::byte* source = views_[from].base + input.offset + (first - at);
-      if (destination != source) { // in place: the own part of an all_gather's output is its input
-        std::memcpy(destination, source, last - first);
-      }
+    const bool in_place = to == from && output.offset == input.offset; // an all_gather's input is part of its output
+    if (first < last && !in_place) {
+      copy(place(to, output, first - at), place(from, input, first - at), last - first, streaming);
     }
     at += output.nbytes;
   });
@@ -359,18 +384,18 @@ void Exchange::execute(int range, uint64_t begin, uint64_t end) const {
 void Exchange::reduce_interval(int range, uint64_t begin, uint64_t end) const {
   const Post& post = *views_[0].post;
   const bool scatter = post.operation == Collective::ReduceScatter;
-  const uint64_t element = c10::elementSize(post.dtype);
   if (!scatter) {
     const uint64_t base = share_begin(total_inputs(0), range, size_);
     begin += base;
     end += base;
   }
-  c10::SmallVector<const std::byte*, 64> inputs(size_);
-  c10::SmallVector<std::byte*, 64> outputs;
+  c10::SmallVector<Place, 64> inputs;
+  c10::SmallVector<Place, 64> outputs;
   c10::SmallVector<double, 64> factors(size_);
   for (int r = 0; r < size_; ++r) {
     factors[r] = views_[r].post->factor;
   }
+  const bool streaming = scatter && range_nbytes(range) >= kStreamBytes;
   uint64_t at = 0;
   for (uint32_t t = 0; t < tensors() && at < end; ++t) {
     const uint64_t nbytes = input(0, t, range).nbytes;
@@ -378,29 +403,134 @@ void Exchange::reduce_interval(int range, uint64_t begin, uint64_t end) const {
     const uint64_t last = std::min(end, at + nbytes);
     if (first < last) {
       const uint64_t offset = first - at;
+      inputs.clear();
       for (int r = 0; r < size_; ++r) {
-        inputs[r] = views_[r].base + input(r, t, range).offset + offset;
+        inputs.push_back(place(r, input(r, t, range), offset));
       }
       outputs.clear();
       if (post.operation == Collective::AllReduce) {
         for (int r = 0; r < size_; ++r) {
-          outputs.push_back(views_[r].base + output(r, t, 0).offset + offset);
+          if (views_[r].post->away) {
+            continue;
+          }
+          outputs.push_back(place(r, output(r, t, 0), offset));
         }
       } else {
         const int to = scatter ? range : post.root;
-        outputs.push_back(views_[to].base + output(to, t, 0).offset + offset);
+        outputs.push_back(place(to, output(to, t, 0), offset));
       }
-      reduce(
-          post.dtype,
-          post.reduction,
-          inputs.data(),
-          factors.data(),
-          size_,
-          outputs.data(),
-          static_cast<int>(outputs.size()),
-          (last - first) / element);
+      // A reduce_scatter's output may be the part of its input that it replaces.
+      reduce_places(inputs, outputs, factors.data(), last - first, streaming && outputs[0].data != inputs[range].data);
     }
     at += nbytes;
+  }
+}
+
+Exchange::Place Exchange::place(int rank, const Span& span, uint64_t offset) const {
+  if ((span.offset & kPrivate) == 0) {
+    return {views_[rank].base + span.offset + offset, 0, rank};
+  }
+  const uint64_t address = (span.offset & ~kPrivate) + offset;
+  return {rank == rank_ ? reinterpret_cast<std::byte*>(address) : nullptr, address, rank};
+}
+
+void Exchange::read(const Place& from, std::byte* to, uint64_t nbytes) const {
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      (*private_memory_)[from.rank].read(to, from.address, nbytes),
+      "neuron: cannot read the tensor of rank ",
+      from.rank,
+      " (process_vm_readv: ",
+      std::strerror(errno),
+      "); has its process ended?");
+}
+
+void Exchange::write(const Place& to, const std::byte* from, uint64_t nbytes) const {
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      (*private_memory_)[to.rank].write(to.address, from, nbytes),
+      "neuron: cannot write the tensor of rank ",
+      to.rank,
+      " (process_vm_writev: ",
+      std::strerror(errno),
+      "); has its process ended?");
+}
+
+void Exchange::copy(const Place& to, const Place& from, uint64_t nbytes, bool streaming) const {
+  if (to.data != nullptr && from.data != nullptr) {
+    if (streaming) {
+      copy_streaming(to.data, from.data, nbytes);
+    } else {
+      std::memcpy(to.data, from.data, nbytes);
+    }
+  } else if (to.data != nullptr) {
+    read(from, to.data, nbytes);
+  } else if (from.data != nullptr) {
+    write(to, from.data, nbytes);
+  } else {
+    std::byte* piece = scratch();
+    for (uint64_t at = 0; at < nbytes; at += kScratchBytes) {
+      const uint64_t n = std::min(kScratchBytes, nbytes - at);
+      read({nullptr, from.address + at, from.rank}, piece, n);
+      write({nullptr, to.address + at, to.rank}, piece, n);
+    }
+  }
+}
+
+void Exchange::reduce_places(
+    const c10::SmallVector<Place, 64>& inputs,
+    const c10::SmallVector<Place, 64>& outputs,
+    const double* factors,
+    uint64_t nbytes,
+    bool streaming) const {
+  const Post& post = *views_[0].post;
+  const uint64_t element = c10::elementSize(post.dtype);
+  const auto far = [](const Place& place) { return place.data == nullptr; };
+  const auto far_inputs = static_cast<uint64_t>(std::count_if(inputs.begin(), inputs.end(), far));
+  const auto far_outputs = static_cast<uint64_t>(std::count_if(outputs.begin(), outputs.end(), far));
+  // What is far is brought in by pieces that stay in the second-level cache.
+  const uint64_t piece_bytes =
+      far_inputs + far_outputs == 0 ? nbytes : std::min(nbytes, kScratchBytes / (far_inputs + 1) / 64 * 64);
+  TORCH_INTERNAL_ASSERT(piece_bytes > 0);
+  c10::SmallVector<const std::byte*, 64> sources(inputs.size());
+  c10::SmallVector<std::byte*, 64> targets;
+  for (uint64_t at = 0; at < nbytes; at += piece_bytes) {
+    const uint64_t n = std::min(piece_bytes, nbytes - at);
+    std::byte* room = far_inputs + far_outputs == 0 ? nullptr : scratch();
+    std::byte* const result = room;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (far(inputs[i])) {
+        room += piece_bytes;
+        read({nullptr, inputs[i].address + at, inputs[i].rank}, room, n);
+        sources[i] = room;
+      } else {
+        sources[i] = inputs[i].data + at;
+      }
+    }
+    targets.clear();
+    for (const Place& output : outputs) {
+      if (!far(output)) {
+        targets.push_back(output.data + at);
+      }
+    }
+    if (targets.empty()) {
+      targets.push_back(result);
+    }
+    reduce(
+        post.dtype,
+        post.reduction,
+        sources.data(),
+        factors,
+        size_,
+        targets.data(),
+        static_cast<int>(targets.size()),
+        n / element,
+        streaming && far_outputs == 0);
+    for (const Place& output : outputs) {
+      if (far(output)) {
+        write({nullptr, output.address + at, output.rank}, targets[0], n);
+      }
+    }
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "fabric/ControlBlock.h"
 #include "fabric/Fabric.h"
+#include "fabric/PrivateMemory.h"
 
 #include <c10/util/SmallVector.h>
 
@@ -23,8 +24,15 @@ std::string describe(const Post& post);
 
 class Exchange {
  public:
-  // fabric_ranks[r] is the place in the fabric of the group's rank r.
-  Exchange(const ControlBlock& control, uint64_t sequence, const Fabric& fabric, const std::vector<int>& fabric_ranks);
+  // arena_ranks[r] is the place in the fabric of the rank in whose arena the group's rank r has its memory: its own, or its
+  // proxy's. `private_memory` is that of the group's ranks, where it may be used.
+  Exchange(
+      const ControlBlock& control,
+      uint64_t sequence,
+      int rank,
+      const Fabric& fabric,
+      const std::vector<int>& arena_ranks,
+      const std::vector<PrivateMemory>& private_memory);
 
   // nullopt, or a table of who called what when the ranks do not agree.
   std::optional<std::string> disagreement() const;
@@ -47,10 +55,27 @@ class Exchange {
  private:
   struct View {
     const Post* post;
+    const Fabric::Peer* peer;
     std::byte* base;
     uint64_t arena_bytes;
     const Span* spans; // inputs, then outputs
   };
+  // Where bytes are: mapped here, or in the private memory of another rank.
+  struct Place {
+    std::byte* data; // nullptr: private
+    uint64_t address;
+    int rank;
+  };
+  Place place(int rank, const Span& span, uint64_t offset) const;
+  void read(const Place& from, std::byte* to, uint64_t nbytes) const;
+  void write(const Place& to, const std::byte* from, uint64_t nbytes) const;
+  void copy(const Place& to, const Place& from, uint64_t nbytes, bool streaming) const;
+  void reduce_places(
+      const c10::SmallVector<Place, 64>& inputs,
+      const c10::SmallVector<Place, 64>& outputs,
+      const double* factors,
+      uint64_t nbytes,
+      bool streaming) const;
   uint64_t total_inputs(int rank) const;
   // Part `part` of tensor `tensor`; tensors of a list are numbered tensor * size + part.
   Span input(int rank, uint32_t tensor, int part) const;
@@ -63,6 +88,8 @@ class Exchange {
   void for_each_piece(int range, Visit visit) const;
 
   int size_;
+  int rank_;
+  const std::vector<PrivateMemory>* private_memory_;
   c10::SmallVector<View, 16> views_;
 };
 

@@ -1,12 +1,18 @@
-// The rendezvous: rank 0 listens on a private unix socket, whose name and token go over the job's store; every other rank
-// sends its arena's descriptor and gets everybody's. After that nothing but shared memory is used.
+// The rendezvous of the ranks of a host: the first of them, the leader, listens on a private unix socket, whose name and
+// token go over the job's store; every other rank sends its arena's descriptor and gets everybody's. After that nothing but
+// shared memory is used between them.
 
 #include "fabric/Fabric.h"
 
 #include "device/Arena.h"
 #include "fabric/Host.h"
+#include "fabric/Incarnation.h"
+#include "fabric/Network.h"
+#include "fabric/OsError.h"
+#include "fabric/RankStatus.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <fcntl.h>
@@ -33,7 +39,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr uint64_t kMagic = 0x74726e2d66616231; // "trn-fab1", changes with the wire format
+constexpr uint64_t kMagic = 0x74726e2d66616232; // "trn-fab2", changes with the wire format
 constexpr size_t kTokenBytes = 16;
 constexpr int kFdsPerMessage = 250; // the kernel's limit is 253
 const char* const kStoreKey = "trn/fabric";
@@ -50,12 +56,13 @@ struct Hello {
   int32_t reserved;
   uint64_t start_time;
   uint64_t arena_bytes;
+  uint64_t status_offset;
 };
 
-// What the leader answers, once for each batch of ranks, with their descriptors, or once with a reason to stop.
+// What the leader answers, once for each batch of the host's ranks, with their descriptors, or once with a reason to stop.
 struct Answer {
   uint64_t magic;
-  int32_t first_rank;
+  int32_t first; // of the host's ranks, by place in their list
   int32_t count; // 0: the rendezvous failed, and `reason` says why
   char reason[1024];
 };
@@ -65,6 +72,7 @@ struct PeerRecord {
   int32_t reserved;
   uint64_t start_time;
   uint64_t arena_bytes;
+  uint64_t status_offset;
 };
 
 class Descriptor {
@@ -92,20 +100,6 @@ class Descriptor {
  private:
   int fd_;
 };
-
-std::string read_line(const char* path) {
-  char buffer[256] = {};
-  Descriptor file(open(path, O_RDONLY | O_CLOEXEC));
-  if (file.get() < 0) {
-    return "";
-  }
-  const ssize_t n = read(file.get(), buffer, sizeof(buffer) - 1);
-  std::string line(buffer, n > 0 ? n : 0);
-  while (!line.empty() && line.back() == '\n') {
-    line.pop_back();
-  }
-  return line;
-}
 
 struct ProcessState {
   char state = 0; // as in ps; 0 when there is no such process
@@ -220,6 +214,12 @@ ssize_t receive_message(int socket, void* data, size_t nbytes, std::vector<Descr
   return message.msg_flags & (MSG_TRUNC | MSG_CTRUNC) ? -1 : n;
 }
 
+uint64_t fabric_id(const Token& token) {
+  uint64_t id;
+  std::memcpy(&id, token.data(), sizeof(id));
+  return id;
+}
+
 std::string hex(const unsigned char* bytes, size_t n) {
   std::string text;
   char digits[3];
@@ -232,12 +232,7 @@ std::string hex(const unsigned char* bytes, size_t n) {
 
 Token random_token() {
   Token token;
-  TORCH_CHECK_WITH(
-      DistBackendError,
-      getrandom(token.data(), token.size(), 0) == static_cast<ssize_t>(token.size()),
-      "neuron: no random numbers for the rendezvous (getrandom: ",
-      std::strerror(errno),
-      ")");
+  fill_random(token.data(), token.size());
   return token;
 }
 
@@ -247,12 +242,6 @@ socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
   address.sun_family = AF_UNIX;
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-}
-
-std::string host_name() {
-  char name[256] = {};
-  gethostname(name, sizeof(name) - 1);
-  return name;
 }
 
 std::string list_ranks(const std::vector<int>& ranks) {
@@ -280,12 +269,33 @@ int usable_cores() {
   return CPU_COUNT(&set);
 }
 
+c10::intrusive_ptr<c10d::Store> part_of(const c10::intrusive_ptr<c10d::Store>& store, const std::string& incarnation) {
+  if (incarnation.empty()) {
+    return store;
+  }
+  return c10::make_intrusive<c10d::PrefixStore>("trn/" + incarnation, store);
+}
+
 } // namespace
 
-Fabric::Fabric(int rank, int size) : rank_(rank), peers_(size) {
+void fill_random(void* data, size_t nbytes) {
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      getrandom(data, nbytes, 0) == static_cast<ssize_t>(nbytes),
+      "neuron: no random numbers (getrandom: ",
+      std::strerror(errno),
+      ")");
+}
+
+std::string random_name() {
+  const Token token = random_token();
+  return hex(token.data(), token.size());
+}
+
+Fabric::Fabric(int rank, HostMap hosts) : rank_(rank), hosts_(std::move(hosts)), peers_(hosts_.host_of.size()) {
   Arena& arena = Arena::get();
-  peers_[rank] = {arena.base(), arena.size(), getpid(), process_state(getpid()).start_time};
-  has_core_per_rank_ = size <= usable_cores();
+  peers_[rank] = {arena.base(), arena.size(), getpid(), &own_status(), process_state(getpid()).start_time};
+  has_core_per_rank_ = static_cast<int>(members().size()) <= usable_cores();
 }
 
 Fabric::~Fabric() {
@@ -304,7 +314,18 @@ bool Fabric::alive(int rank) const {
   return state.state != 0 && state.state != 'Z' && state.state != 'X' && state.start_time == peers_[rank].start_time;
 }
 
-void Fabric::map_peer(int rank, int fd, uint64_t size) {
+bool Fabric::paused() const {
+  for (int r = 0; r < size(); ++r) {
+    const Peer& peer = peers_[r];
+    const bool marked = peer.status != nullptr && peer.status->paused.load(std::memory_order_acquire) != 0;
+    if (r != rank_ && marked && alive(r)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void Fabric::map_peer(int rank, int fd, uint64_t size, uint64_t status_offset) {
   struct stat status{};
   TORCH_CHECK_WITH(
       DistBackendError,
@@ -329,55 +350,78 @@ void Fabric::map_peer(int rank, int fd, uint64_t size) {
   madvise(address, size, MADV_DONTFORK);
   peers_[rank].base = static_cast<std::byte*>(address);
   peers_[rank].size = size;
+  const bool fits =
+      status_offset % alignof(RankStatus) == 0 && status_offset <= size && sizeof(RankStatus) <= size - status_offset;
+  const auto* rank_status = reinterpret_cast<const RankStatus*>(peers_[rank].base + (fits ? status_offset : 0));
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      fits && rank_status->magic == kStatusMagic,
+      "neuron: rank ",
+      rank,
+      " sent no status block with its arena");
+  peers_[rank].status = rank_status;
+}
+
+c10::intrusive_ptr<c10d::Store> Fabric::own_part(const c10::intrusive_ptr<c10d::Store>& store) const {
+  return part_of(store, incarnation_);
 }
 
 std::shared_ptr<Fabric> Fabric::rendezvous(
-    const c10::intrusive_ptr<c10d::Store>& store,
+    const c10::intrusive_ptr<c10d::Store>& whole_store,
     int rank,
     int size,
     std::chrono::milliseconds timeout) {
   TORCH_CHECK_VALUE(size > 0 && rank >= 0 && rank < size, "neuron: rank ", rank, " in a group of ", size);
-  std::shared_ptr<Fabric> fabric(new Fabric(rank, size));
-  if (size > 1) {
-    if (rank == 0) {
+  const std::string incarnation = agree_on_incarnation(whole_store, rank, size, timeout);
+  const auto store = part_of(whole_store, incarnation);
+  std::shared_ptr<Fabric> fabric(new Fabric(rank, exchange_hosts(store, rank, size, timeout)));
+  fabric->incarnation_ = incarnation;
+  if (fabric->members().size() > 1) {
+    if (rank == fabric->members().front()) {
       fabric->lead(store, timeout);
     } else {
       fabric->join(store, timeout);
     }
   }
+  if (fabric->hosts().hosts.size() > 1) {
+    fabric->network_ = Network::create(store, rank, fabric->hosts(), timeout);
+  }
   return fabric;
+}
+
+std::string Fabric::store_key() const {
+  return c10::str(kStoreKey, "/", hosts_.host_of[rank_]);
 }
 
 void Fabric::lead(const c10::intrusive_ptr<c10d::Store>& store, milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   const Token token = random_token();
-  const std::string name = "trn_dist-" + hex(random_token().data(), kTokenBytes);
+  id_ = fabric_id(token);
+  const std::string name = "trn_dist-" + random_name();
   Descriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   sockaddr_un address;
   const socklen_t length = abstract_address(name, address);
   TORCH_CHECK_WITH(
       DistBackendError,
       listener.get() >= 0 && bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-          listen(listener.get(), std::max(size(), 128)) == 0,
+          listen(listener.get(), std::max(static_cast<int>(members().size()), 128)) == 0,
       "neuron: cannot open the socket for the rendezvous of ",
-      size(),
+      members().size(),
       " ranks (",
-      std::strerror(errno),
+      os_error(),
       ")");
-  store->set(
-      kStoreKey,
-      name + " " + hex(token.data(), token.size()) + " " + read_line("/proc/sys/kernel/random/boot_id") + " " +
-          host_name());
+  store->set(store_key(), name + " " + hex(token.data(), token.size()));
 
   std::vector<Descriptor> sockets(size());
   std::vector<Descriptor> arenas(size());
+  std::vector<uint64_t> status_offsets(size(), own_status_offset());
   std::string failure;
-  int missing = size() - 1;
+  auto missing = members().size() - 1;
   while (missing > 0 && failure.empty()) {
     if (!wait_readable(listener.get(), deadline)) {
       std::vector<int> absent;
-      for (int r = 1; r < size(); ++r) {
-        if (sockets[r].get() < 0) {
+      for (const int r : members()) {
+        if (r != rank_ && sockets[r].get() < 0) {
           absent.push_back(r);
         }
       }
@@ -396,7 +440,7 @@ void Fabric::lead(const c10::intrusive_ptr<c10d::Store>& store, milliseconds tim
       if (errno == EINTR || errno == ECONNABORTED) {
         continue;
       }
-      failure = c10::str("neuron: the rendezvous cannot accept a rank (accept: ", std::strerror(errno), ")");
+      failure = c10::str("neuron: the rendezvous cannot accept a rank (accept: ", os_error(), ")");
       break;
     }
     ucred credentials{};
@@ -411,7 +455,8 @@ void Fabric::lead(const c10::intrusive_ptr<c10d::Store>& store, milliseconds tim
         hello.token != token || fds.size() != 1) {
       continue; // a stranger: refused without an answer
     }
-    if (hello.size != size() || hello.rank <= 0 || hello.rank >= size() || sockets[hello.rank].get() >= 0) {
+    if (hello.size != size() || hello.rank < 0 || hello.rank >= size() || hello.rank == rank_ ||
+        !is_local(hello.rank) || sockets[hello.rank].get() >= 0) {
       failure = c10::str(
           "neuron: a process joined as rank ",
           hello.rank,
@@ -426,12 +471,15 @@ void Fabric::lead(const c10::intrusive_ptr<c10d::Store>& store, milliseconds tim
       failure = c10::str(
           "neuron: rank ",
           hello.rank,
-          " runs in another PID namespace than rank 0; ranks of one machine must share it");
+          " runs in another PID namespace than rank ",
+          rank_,
+          "; ranks of one host must share it");
       break;
     }
     peers_[hello.rank].pid = hello.pid;
     peers_[hello.rank].start_time = hello.start_time;
     peers_[hello.rank].size = hello.arena_bytes;
+    status_offsets[hello.rank] = hello.status_offset;
     sockets[hello.rank] = std::move(socket);
     arenas[hello.rank] = std::move(fds[0]);
     --missing;
@@ -450,106 +498,120 @@ void Fabric::lead(const c10::intrusive_ptr<c10d::Store>& store, milliseconds tim
   }
 
   std::vector<char> message(sizeof(Answer) + sizeof(PeerRecord) * kFdsPerMessage);
-  for (int first = 0; first < size(); first += kFdsPerMessage) {
-    const int count = std::min(kFdsPerMessage, size() - first);
+  const int member_count = static_cast<int>(members().size());
+  for (int first = 0; first < member_count; first += kFdsPerMessage) {
+    const int count = std::min(kFdsPerMessage, member_count - first);
     Answer answer{};
     answer.magic = kMagic;
-    answer.first_rank = first;
+    answer.first = first;
     answer.count = count;
     std::memcpy(message.data(), &answer, sizeof(answer));
     std::vector<int> fds;
-    for (int r = first; r < first + count; ++r) {
-      const PeerRecord record{peers_[r].pid, 0, peers_[r].start_time, peers_[r].size};
-      std::memcpy(message.data() + sizeof(Answer) + sizeof(PeerRecord) * (r - first), &record, sizeof(record));
-      fds.push_back(r == 0 ? Arena::get().fd() : arenas[r].get());
+    for (int i = first; i < first + count; ++i) {
+      const int r = members()[i];
+      const PeerRecord record{peers_[r].pid, 0, peers_[r].start_time, peers_[r].size, status_offsets[r]};
+      std::memcpy(message.data() + sizeof(Answer) + sizeof(PeerRecord) * (i - first), &record, sizeof(record));
+      fds.push_back(r == rank_ ? Arena::get().fd() : arenas[r].get());
     }
-    for (int r = 1; r < size(); ++r) {
+    for (const int r : members()) {
       TORCH_CHECK_WITH(
           DistBackendError,
-          send_message(sockets[r].get(), message.data(), sizeof(Answer) + sizeof(PeerRecord) * count, fds),
+          r == rank_ ||
+              send_message(sockets[r].get(), message.data(), sizeof(Answer) + sizeof(PeerRecord) * count, fds),
           "neuron: rank ",
           r,
           " went away during the rendezvous");
     }
   }
-  for (int r = 1; r < size(); ++r) {
-    map_peer(r, arenas[r].get(), peers_[r].size);
+  for (const int r : members()) {
+    if (r != rank_) {
+      map_peer(r, arenas[r].get(), peers_[r].size, status_offsets[r]);
+    }
   }
 }
 
 void Fabric::join(const c10::intrusive_ptr<c10d::Store>& store, milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
-  store->wait({kStoreKey}, timeout);
-  const auto raw = store->get(kStoreKey);
+  const int leader = members().front();
+  store->wait({store_key()}, timeout);
+  const auto raw = store->get(store_key());
   std::istringstream fields(std::string(raw.begin(), raw.end()));
-  std::string name, token_hex, boot_id, leader_host;
-  fields >> name >> token_hex >> boot_id >> leader_host;
+  std::string name, token_hex;
+  fields >> name >> token_hex;
   TORCH_CHECK_WITH(
       DistBackendError,
       token_hex.size() == 2 * kTokenBytes && name.size() < sizeof(sockaddr_un::sun_path) - 1,
       "neuron: the store's entry '",
-      kStoreKey,
-      "' is not what rank 0 writes there");
-  TORCH_CHECK_WITH(
-      DistBackendError,
-      boot_id == read_line("/proc/sys/kernel/random/boot_id"),
-      "neuron: rank ",
-      rank_,
-      " runs on ",
-      host_name(),
-      " and rank 0 on ",
-      leader_host,
-      ": a process group over more than one machine is not there yet");
+      store_key(),
+      "' is not what rank ",
+      leader,
+      " writes there");
 
   Hello hello{};
   hello.magic = kMagic;
   for (size_t i = 0; i < kTokenBytes; ++i) {
     hello.token[i] = static_cast<unsigned char>(std::strtoul(token_hex.substr(2 * i, 2).c_str(), nullptr, 16));
   }
+  id_ = fabric_id(hello.token);
   hello.rank = rank_;
   hello.size = size();
   hello.pid = getpid();
   hello.start_time = peers_[rank_].start_time;
   hello.arena_bytes = peers_[rank_].size;
+  hello.status_offset = own_status_offset();
 
   Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      socket.get() >= 0,
+      "neuron: rank ",
+      rank_,
+      " cannot open a socket for the rendezvous (",
+      os_error(),
+      ")");
   sockaddr_un address;
   const socklen_t length = abstract_address(name, address);
   int connected = -1;
-  if (socket.get() >= 0) {
-    do {
-      connected = connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length);
-    } while (connected != 0 && errno == EINTR);
-  }
+  do {
+    connected = connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length);
+  } while (connected != 0 && errno == EINTR);
   TORCH_CHECK_WITH(
       DistBackendError,
       connected == 0,
       "neuron: rank ",
       rank_,
-      " cannot reach rank 0 (",
+      " cannot reach rank ",
+      leader,
+      " (",
       std::strerror(errno),
-      "). Either rank 0 has ended, or the two run in different network namespaces, which a process group does not yet "
-      "support");
+      "). Has it ended? If the two run on different machines, give each its own TRN_HOST_ID");
   ucred credentials{};
   socklen_t credentials_size = sizeof(credentials);
   TORCH_CHECK_WITH(
       DistBackendError,
       getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &credentials_size) == 0 &&
           credentials.uid == geteuid(),
-      "neuron: the process that answers as rank 0 belongs to another user; not joining");
+      "neuron: the process that answers as rank ",
+      leader,
+      " belongs to another user; not joining");
   TORCH_CHECK_WITH(
       DistBackendError,
       send_message(socket.get(), &hello, sizeof(hello), {Arena::get().fd()}),
-      "neuron: rank 0 went away during the rendezvous");
+      "neuron: rank ",
+      leader,
+      " went away during the rendezvous");
 
   std::vector<char> message(sizeof(Answer) + sizeof(PeerRecord) * kFdsPerMessage);
-  for (int done = 0; done < size();) {
-    // A second more than rank 0 has, so that its error, which names the missing ranks, is the one that is seen.
+  const int member_count = static_cast<int>(members().size());
+  for (int done = 0; done < member_count;) {
+    // A second more than the leader has, so that its error, which names the missing ranks, is the one that is seen.
     TORCH_CHECK_WITH(
         DistBackendError,
         wait_readable(socket.get(), deadline + std::chrono::seconds(1)),
-        "neuron: rank 0 did not complete the rendezvous of ",
-        size(),
+        "neuron: rank ",
+        leader,
+        " did not complete the rendezvous of ",
+        member_count,
         " ranks within ",
         seconds(timeout),
         " s");
@@ -558,19 +620,23 @@ void Fabric::join(const c10::intrusive_ptr<c10d::Store>& store, milliseconds tim
     TORCH_CHECK_WITH(
         DistBackendError,
         n >= static_cast<ssize_t>(sizeof(Answer)),
-        "neuron: rank 0 went away during the rendezvous, or this process is out of file descriptors (ulimit -n)");
+        "neuron: rank ",
+        leader,
+        " went away during the rendezvous, or this process is out of file descriptors (ulimit -n)");
     Answer answer;
     std::memcpy(&answer, message.data(), sizeof(answer));
     answer.reason[sizeof(answer.reason) - 1] = 0;
     TORCH_CHECK_WITH(DistBackendError, answer.magic == kMagic && answer.count != 0, answer.reason);
     TORCH_CHECK_WITH(
         DistBackendError,
-        answer.first_rank == done && answer.count > 0 && answer.count <= size() - done &&
+        answer.first == done && answer.count > 0 && answer.count <= member_count - done &&
             fds.size() == static_cast<size_t>(answer.count) &&
             n == static_cast<ssize_t>(sizeof(Answer) + sizeof(PeerRecord) * answer.count),
-        "neuron: rank 0's answer in the rendezvous is malformed");
+        "neuron: the answer of rank ",
+        leader,
+        " in the rendezvous is malformed");
     for (int i = 0; i < answer.count; ++i) {
-      const int r = answer.first_rank + i;
+      const int r = members()[answer.first + i];
       PeerRecord record;
       std::memcpy(&record, message.data() + sizeof(Answer) + sizeof(PeerRecord) * i, sizeof(record));
       if (r == rank_) {
@@ -578,7 +644,7 @@ void Fabric::join(const c10::intrusive_ptr<c10d::Store>& store, milliseconds tim
       }
       peers_[r].pid = record.pid;
       peers_[r].start_time = record.start_time;
-      map_peer(r, fds[i].get(), record.arena_bytes);
+      map_peer(r, fds[i].get(), record.arena_bytes, record.status_offset);
     }
     done += answer.count;
   }

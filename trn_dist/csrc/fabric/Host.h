@@ -3,6 +3,8 @@
 // What waiting code needs of the interpreter it runs under: to let other threads run Python meanwhile, and to notice
 // Ctrl-C. The fabric itself knows nothing of Python; c10d/bindings.cpp fills the hooks in.
 
+#include <cstdint>
+
 namespace trn {
 
 struct HostHooks {
@@ -11,6 +13,12 @@ struct HostHooks {
   void (*retake)(void* released) = nullptr;
   // Throws when the user has interrupted the program. Must be called without any lock of ours.
   void (*check_interrupt)() = nullptr;
+  // Offset in the arena of the text of the program's line that makes the present call; see CallSite.h. Cheap.
+  uint64_t (*call_site)() = nullptr;
+  // How many threads of the program there are that could call something. Without any lock of ours.
+  uint32_t (*count_threads)() = nullptr;
+  // A call is about to raise because its group has failed. Without any lock of ours.
+  void (*on_failure)() = nullptr;
 };
 
 inline HostHooks host_hooks;

@@ -1,8 +1,10 @@
 #include "fabric/Operation.h"
 
 #include "fabric/Communicator.h"
+#include "fabric/FlightRecorder.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/flat_hash_map.h>
 
 namespace trn {
 
@@ -13,10 +15,35 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kHealthInterval{200};
 
+// name_id of a literal, without its lock.
+uint32_t literal_id(const char* name) {
+  thread_local ska::flat_hash_map<const char*, uint32_t> known;
+  const auto found = known.find(name);
+  return found != known.end() ? found->second : known.emplace(name, name_id(name)).first->second;
+}
+
 } // namespace
 
 Operation::Operation(Communicator& communicator)
     : communicator_(communicator.shared_from_this()), started_(Clock::now()) {}
+
+Operation::~Operation() {
+  land();
+}
+
+void Operation::claim(MemoryUses uses) {
+  if (!enqueued_.stream.has_value()) {
+    return; // of the host's memory, which no operator of the device touches
+  }
+  in_flight_ = true;
+  begin_flight(shared_from_this(), std::move(uses));
+}
+
+void Operation::land() noexcept {
+  if (in_flight_.exchange(false)) {
+    end_flight(this);
+  }
+}
 
 std::exception_ptr Operation::error() const {
   return done() ? error_ : nullptr;
@@ -27,6 +54,7 @@ void Operation::complete(std::exception_ptr error) {
     return;
   }
   if (error != nullptr) {
+    land();
     Communicator::abandon(std::move(tensors_));
   } else {
     for (auto& tensor : tensors_) {
@@ -34,8 +62,39 @@ void Operation::complete(std::exception_ptr error) {
     }
   }
   tensors_.clear();
+  record_end(flight_id_, error != nullptr);
   error_ = std::move(error);
   done_.store(true, std::memory_order_release);
+}
+
+void Operation::describe_transfer(RecordedTransfer::Role role) const {
+  if (C10_LIKELY(enqueued_.transfer < 0)) {
+    return;
+  }
+  RecordedTransfer transfer;
+  transfer.role = role;
+  transfer.operation = name_;
+  transfer.group = communicator_->name();
+  transfer.ranks = communicator_->fabric_ranks_;
+  transfer.sequence = trace_sequence_;
+  transfer.bytes = static_cast<int64_t>(message_nbytes_);
+  if (enqueued_.stream.has_value()) {
+    transfer.description = name_of(enqueued_.group.name);
+    transfer.stream = static_cast<int32_t>(enqueued_.stream->id());
+    transfer.device = enqueued_.stream->device_index();
+  } else {
+    transfer.for_host = true;
+  }
+  trn::describe_transfer(enqueued_.transfer, std::move(transfer));
+}
+
+void Operation::record_in_flight(FlightRecord& record) {
+  record.group = communicator_->name_text_;
+  record.rank = communicator_->rank();
+  record.site = enqueued_.call_site;
+  record.timeout_ms = timeout_.count();
+  flight_id_ =
+      record_call(record, std::chrono::duration_cast<std::chrono::nanoseconds>(started_.time_since_epoch()).count());
 }
 
 bool Operation::poll() {
@@ -61,7 +120,11 @@ bool Operation::poll() {
       const auto what = [this] { return describe(); };
       const auto absent = [this] { return missing(); };
       communicator_->check_health(absent, what);
-      if (now > timeout_.count()) {
+      if (communicator_->fabric_->paused()) {
+        paused_ms_ += now - last_look_ms_;
+      }
+      last_look_ms_ = now;
+      if (now - paused_ms_ > timeout_.count()) {
         communicator_->time_out(absent, what, timeout_, /*fail_group=*/true);
       }
     }
@@ -90,6 +153,15 @@ void Operation::finish() {
 }
 
 void Operation::finish(milliseconds timeout) {
+  try {
+    carry_out(timeout);
+  } catch (const c10::Error&) {
+    communicator_->report_failure();
+    throw;
+  }
+}
+
+void Operation::carry_out(milliseconds timeout) {
   if (!done()) {
     communicator_->throw_if_unusable();
     Communicator::Section section(*communicator_);
@@ -102,6 +174,8 @@ void Operation::finish(milliseconds timeout) {
             [this](Wait& next, bool thorough) { return done() || advance(next, thorough); },
             [this] { return missing(); },
             [this] { return describe(); },
+            [this](WaitRecord& record) { describe_wait(record); },
+            enqueued_.call_site,
             timeout.count() > 0 ? timeout : timeout_,
             /*fail_on_timeout=*/timeout.count() == 0);
       } catch (const c10::Error&) {
@@ -125,22 +199,27 @@ void Operation::finish(milliseconds timeout) {
 }
 
 void Operation::record() {
+  land();
   if (!recorded_.exchange(true) && enqueued_.stream.has_value()) {
     record_collective(
         *enqueued_.stream,
-        name_id(name_),
+        literal_id(name_),
         enqueued_.group,
         trace_sequence_,
         static_cast<int64_t>(message_nbytes_),
-        times_);
+        times_,
+        enqueued_.launch_site,
+        enqueued_.transfer);
   }
 }
 
 void Operation::join() const {
   if (enqueued_.stream.has_value()) {
-    stream_wait(current_stream(enqueued_.stream->device_index()), times_.end);
+    const c10::Stream current = current_stream(enqueued_.stream->device_index());
+    stream_wait(current, times_.end, origin());
+    stream_learns(current, enqueued_.clock);
   } else {
-    host_wait(times_.end);
+    host_wait(times_.end, origin());
   }
 }
 

@@ -1,15 +1,19 @@
 #include "fabric/PointToPoint.h"
 
+#include "fabric/FlightRecorder.h"
 #include "fabric/Futex.h"
 
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 namespace trn {
 
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 // Payloads up to this are copied when they are sent: cheaper than to come back for them.
 constexpr uint64_t kEagerBytes = 16 << 10;
@@ -18,12 +22,10 @@ uint32_t value(MessageState state) {
   return static_cast<uint32_t>(state);
 }
 
-void set_state(Message& message, MessageState state) {
-  message.state.store(value(state));
-  if (message.sleepers.load() > 0) {
-    futex_wake_all(&message.state);
-  }
-}
+// How long a sender that has to go on waits for its receiver to take the message: as long as the copy would take that it
+// saves, so that it never loses more than that again.
+constexpr uint64_t kCopyBytesPerUs = 4096;
+constexpr std::chrono::microseconds kShortestPatience{50};
 
 } // namespace
 
@@ -38,9 +40,15 @@ std::string SendOperation::describe() const {
   return c10::str("send to ", communicator_->rank_label(to_), " (tag ", tag_, ", ", region_.nbytes, " bytes)");
 }
 
-bool SendOperation::advance(Wait& wait, bool thorough) {
+bool SendOperation::advance(Wait& wait, bool) {
   PointToPoint& messages = *communicator_->messages_;
-  messages.collect(to_);
+  Member& self = communicator_->control_.member(communicator_->rank());
+  // Read before looking, so that what comes meanwhile ends the sleep.
+  wait.seen = self.doorbell.load();
+  wait.word = &self.doorbell;
+  wait.sleepers = &self.doorbell_sleepers;
+  messages.progress(); // also receives: in a ring where everybody sends first, all get on
+  messages.collect(messages.outboxes_[to_]);
   if (done() || !waiting_) {
     return done();
   }
@@ -48,22 +56,21 @@ bool SendOperation::advance(Wait& wait, bool thorough) {
     if (entry.operation.get() != this) {
       continue;
     }
-    Message& message = communicator_->control_.channel(communicator_->rank(), to_).ring[entry.serial % kChannelDepth];
-    wait.word = &message.state;
-    wait.sleepers = &message.sleepers;
-    // A receiver that is about to take it saves a copy: worth a short wait, but only a short one.
-    const bool expected =
-        communicator_->control_.member(to_).receiving.load(std::memory_order_relaxed) != 0 && entry.in_ring;
-    if (expected && !thorough) {
-      wait.seen = value(MessageState::Ready);
-      wait.patience = std::chrono::milliseconds(1);
-      return false;
+    if (entry.in_ring) {
+      Message& message = communicator_->control_.channel(communicator_->rank(), to_).ring[entry.serial % kChannelDepth];
+      message.awaited.store(1);
+      if (message.state.load() == value(MessageState::Done)) {
+        messages.collect(messages.outboxes_[to_]);
+        return true;
+      }
+      const auto waited = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - waiting_since_);
+      const auto patience = std::max(kShortestPatience, std::chrono::microseconds(region_.nbytes / kCopyBytesPerUs));
+      if (waited < patience) {
+        wait.patience = patience - waited;
+        return false;
+      }
     }
-    if (messages.detach(entry, to_)) {
-      return true;
-    }
-    wait.seen = value(MessageState::Taken);
-    return false;
+    return messages.detach(entry, messages.outboxes_[to_]);
   }
   return done();
 }
@@ -124,14 +131,21 @@ std::vector<int> ReceiveOperation::missing() const {
   return left.empty() ? others : left;
 }
 
-void ReceiveOperation::attend(bool waiting) {
-  communicator_->control_.member(communicator_->rank()).receiving.store(waiting ? 1 : 0, std::memory_order_relaxed);
+void ReceiveOperation::describe_wait(WaitRecord& record) const {
+  record.kind = WaitKind::Receive;
+  record.from = from_;
+  record.tag = tag_;
 }
 
 // ---- PointToPoint: sending ------------------------------------------------------------------------------------------
 
 PointToPoint::PointToPoint(Communicator& communicator)
-    : communicator_(communicator), outboxes_(communicator.size()), heads_(communicator.size(), 0) {}
+    : communicator_(communicator), outboxes_(communicator.size()), heads_(communicator.size(), 0) {
+  for (int to = 0; to < communicator.size(); ++to) {
+    outboxes_[to].from = communicator.rank();
+    outboxes_[to].to = to;
+  }
+}
 
 std::shared_ptr<Operation> PointToPoint::send(
     const at::Tensor& tensor,
@@ -148,10 +162,15 @@ std::shared_ptr<Operation> PointToPoint::send(
   outbox.busy_until_ps = start + transfer_ps(region.nbytes);
   operation->enqueue(enqueued, "send", region.nbytes, {enqueued.ready_ps, start, outbox.busy_until_ps});
   operation->trace_sequence_ = trace_sequence(outbox.next_serial, communicator_.rank(), to);
-  collect(to);
-  if (outbox.entries.empty()) {
-    active_.push_back(to);
+  operation->describe_transfer(RecordedTransfer::Send);
+  record_message(*operation, FlightRecord::kSend, to, tensor, region.nbytes);
+  if (!communicator_.is_local(to)) {
+    operation->sequence_ = outbox.next_serial;
+    communicator_.ship_message(to, tag, outbox.next_serial++, start, region);
+    operation->complete();
+    return operation;
   }
+  collect(outbox);
   Outbox::Entry entry;
   entry.operation = operation;
   entry.nbytes = region.nbytes;
@@ -159,15 +178,63 @@ std::shared_ptr<Operation> PointToPoint::send(
   entry.serial = outbox.next_serial++;
   entry.ready_ps = start;
   operation->sequence_ = entry.serial;
-  if (region.nbytes <= kEagerBytes || region.layout != nullptr || !Arena::get().contains(region.data)) {
+  const bool in_place =
+      region.layout == nullptr && (Arena::get().contains(region.data) || communicator_.private_memory_shared());
+  if (region.nbytes <= kEagerBytes || !in_place) {
     stage(entry);
     operation->complete();
     entry.operation = nullptr;
   }
+  communicator_.control_.channel(communicator_.rank(), to).sent.store(outbox.next_serial, std::memory_order_release);
+  add(outbox, std::move(entry));
+  return operation;
+}
+
+void PointToPoint::add(Outbox& outbox, Outbox::Entry entry) {
+  if (outbox.entries.empty()) {
+    active_.push_back(&outbox);
+  }
   outbox.entries.push_back(std::move(entry));
   ++queued_;
-  push(to);
-  return operation;
+  push(outbox);
+}
+
+void PointToPoint::deliver(
+    int from,
+    int to,
+    int tag,
+    uint64_t serial,
+    Picoseconds ready_ps,
+    std::unique_ptr<StagedBlock> payload,
+    uint64_t nbytes) {
+  Outbox& outbox = proxied_[{from, to}];
+  outbox.from = from;
+  outbox.to = to;
+  collect(outbox);
+  Outbox::Entry entry;
+  entry.staged = std::move(payload);
+  entry.nbytes = nbytes;
+  entry.tag = tag;
+  entry.serial = serial;
+  entry.ready_ps = ready_ps;
+  add(outbox, std::move(entry));
+}
+
+void PointToPoint::record_message(
+    Operation& operation,
+    uint64_t direction,
+    int peer,
+    const at::Tensor& tensor,
+    uint64_t nbytes) {
+  FlightRecord record;
+  record.operation = direction;
+  record.sequence = ++calls_;
+  record.peer = peer;
+  record.dtype = static_cast<uint64_t>(tensor.scalar_type());
+  record.input_nbytes = record.output_nbytes = nbytes;
+  record.ndim = std::min<uint64_t>(tensor.dim(), kMaxShape + 1);
+  std::copy_n(tensor.sizes().begin(), std::min<int64_t>(tensor.dim(), kMaxShape), record.shape.begin());
+  operation.record_in_flight(record);
 }
 
 void PointToPoint::stage(Outbox::Entry& entry) {
@@ -177,10 +244,18 @@ void PointToPoint::stage(Outbox::Entry& entry) {
   }
 }
 
+uint64_t PointToPoint::Outbox::Entry::offset() const {
+  if (staged != nullptr) {
+    return staged->offset();
+  }
+  const std::byte* data = operation->region_.data;
+  const Arena& arena = Arena::get();
+  return arena.contains(data) ? arena.offset_of(data) : reinterpret_cast<uint64_t>(data) | kPrivate;
+}
+
 // Puts what fits into the ring.
-void PointToPoint::push(int to) {
-  Outbox& outbox = outboxes_[to];
-  Channel& channel = communicator_.control_.channel(communicator_.rank(), to);
+void PointToPoint::push(Outbox& outbox) {
+  Channel& channel = communicator_.control_.channel(outbox.from, outbox.to);
   bool pushed = false;
   for (auto& entry : outbox.entries) {
     if (entry.in_ring) {
@@ -192,8 +267,8 @@ void PointToPoint::push(int to) {
     }
     message.tag = entry.tag;
     message.serial = entry.serial;
-    message.offset =
-        entry.staged != nullptr ? entry.staged->offset() : Arena::get().offset_of(entry.operation->region_.data);
+    message.offset = entry.offset();
+    message.awaited.store(0, std::memory_order_relaxed);
     message.nbytes = entry.nbytes;
     message.ready_ps = entry.ready_ps;
     message.state.store(value(MessageState::Ready), std::memory_order_release);
@@ -203,7 +278,7 @@ void PointToPoint::push(int to) {
     pushed = true;
   }
   if (pushed) {
-    ring_doorbell(to);
+    ring_doorbell(outbox.to);
   }
 }
 
@@ -216,12 +291,11 @@ void PointToPoint::ring_doorbell(int to) {
 }
 
 // Takes back what was received, and pushes on.
-void PointToPoint::collect(int to) {
-  Outbox& outbox = outboxes_[to];
+void PointToPoint::collect(Outbox& outbox) {
   if (outbox.entries.empty()) {
     return;
   }
-  Channel& channel = communicator_.control_.channel(communicator_.rank(), to);
+  Channel& channel = communicator_.control_.channel(outbox.from, outbox.to);
   bool freed = false;
   for (auto& entry : outbox.entries) {
     if (!entry.in_ring) {
@@ -245,15 +319,15 @@ void PointToPoint::collect(int to) {
     freed = true;
   }
   if (outbox.entries.empty()) {
-    active_.erase(std::remove(active_.begin(), active_.end(), to), active_.end());
+    active_.erase(std::remove(active_.begin(), active_.end(), &outbox), active_.end());
   } else if (freed) {
-    push(to);
+    push(outbox);
   }
 }
 
-bool PointToPoint::detach(Outbox::Entry& entry, int to) {
+bool PointToPoint::detach(Outbox::Entry& entry, const Outbox& outbox) {
   if (entry.in_ring) {
-    Message& message = communicator_.control_.channel(communicator_.rank(), to).ring[entry.serial % kChannelDepth];
+    Message& message = communicator_.control_.channel(outbox.from, outbox.to).ring[entry.serial % kChannelDepth];
     uint32_t ready = value(MessageState::Ready);
     if (!message.state.compare_exchange_strong(ready, value(MessageState::Moving))) {
       if (ready != value(MessageState::Done)) {
@@ -262,8 +336,8 @@ bool PointToPoint::detach(Outbox::Entry& entry, int to) {
     } else {
       stage(entry);
       message.offset = entry.staged->offset();
-      set_state(message, MessageState::Ready);
-      ring_doorbell(to);
+      message.state.store(value(MessageState::Ready));
+      ring_doorbell(outbox.to);
     }
   } else {
     stage(entry);
@@ -299,6 +373,7 @@ std::shared_ptr<Operation> PointToPoint::receive(
   if (from < 0) {
     mark_irreproducible("the program received from any source");
   }
+  record_message(*operation, FlightRecord::kReceive, from, tensor, region.nbytes);
   receives_.push_back(operation);
   progress();
   return operation;
@@ -306,7 +381,7 @@ std::shared_ptr<Operation> PointToPoint::receive(
 
 void PointToPoint::progress() {
   for (size_t i = active_.size(); i-- > 0;) { // backwards: collect() may take out the entry it was called for
-    collect(active_[i]);
+    collect(*active_[i]);
   }
   // In the order of the calls, so that two receives that match the same messages get them in that order.
   for (auto it = receives_.begin(); it != receives_.end();) {
@@ -353,8 +428,11 @@ bool PointToPoint::take(ReceiveOperation& receive, int from) {
       return false; // its sender is moving the payload, and rings again after that
     }
     const Fabric::Peer& sender = communicator_.peer(from);
-    if (message.nbytes != receive.region_.nbytes || message.offset > sender.size ||
-        message.nbytes > sender.size - message.offset) {
+    const bool in_private_memory = (message.offset & kPrivate) != 0;
+    const bool in_bounds = in_private_memory
+        ? communicator_.private_memory_shared() // the kernel checks the address
+        : message.offset <= sender.size && message.nbytes <= sender.size - message.offset;
+    if (message.nbytes != receive.region_.nbytes || !in_bounds) {
       const std::string reason = c10::str(
           "neuron: ",
           receive.describe(),
@@ -370,11 +448,30 @@ bool PointToPoint::take(ReceiveOperation& receive, int from) {
       communicator_.fail(reason);
       return false;
     }
-    receive.region_.write(sender.base + message.offset);
+    if (!in_private_memory) {
+      receive.region_.write(sender.base + message.offset);
+    } else if (!copy_private(receive, from, message.offset & ~kPrivate)) {
+      communicator_.fail(
+          c10::str(
+              "neuron: ",
+              receive.describe(),
+              " of group ",
+              communicator_.name(),
+              " cannot read the sender's tensor (process_vm_readv: ",
+              std::strerror(errno),
+              "); has its process ended? Noticed by ",
+              communicator_.rank_label(communicator_.rank()),
+              "."));
+      return false;
+    }
     const Picoseconds start = std::max(message.ready_ps, receive.enqueued_.ready_ps);
-    set_state(message, MessageState::Done);
+    message.state.store(value(MessageState::Done));
+    if (message.awaited.load() != 0) {
+      ring_doorbell(from);
+    }
     receive.times_ = {receive.enqueued_.ready_ps, start, start + transfer_ps(receive.region_.nbytes)};
     receive.trace_sequence_ = trace_sequence(serial, from, communicator_.rank());
+    receive.describe_transfer(RecordedTransfer::Receive);
     receive.source_.store(from, std::memory_order_release);
     receive.complete();
     return true;
@@ -382,14 +479,34 @@ bool PointToPoint::take(ReceiveOperation& receive, int from) {
   return false;
 }
 
+bool PointToPoint::copy_private(const ReceiveOperation& receive, int from, uint64_t address) const {
+  const Region& region = receive.region_;
+  if (from == communicator_.rank()) {
+    region.write(reinterpret_cast<const std::byte*>(address));
+    return true;
+  }
+  const PrivateMemory& sender = communicator_.private_memory_[from];
+  if (region.layout == nullptr) {
+    return sender.read(region.data, address, region.nbytes);
+  }
+  StagedBlock contiguous(region.nbytes);
+  if (!sender.read(contiguous.data(), address, region.nbytes)) {
+    return false;
+  }
+  region.write(contiguous.data());
+  return true;
+}
+
 void PointToPoint::depart() {
   for (int to = 0; to < communicator_.size(); ++to) {
-    collect(to);
+    collect(outboxes_[to]);
     for (auto& entry : outboxes_[to].entries) {
-      if (entry.operation != nullptr && !detach(entry, to)) {
+      if (entry.operation != nullptr && !detach(entry, outboxes_[to])) {
         // The receiver is copying out of the tensor: give it a moment, then leave the tensor to it.
         Message& message = communicator_.control_.channel(communicator_.rank(), to).ring[entry.serial % kChannelDepth];
-        futex_wait(&message.state, value(MessageState::Taken), std::chrono::milliseconds(100));
+        for (int i = 0; i < 100 && message.state.load() == value(MessageState::Taken); ++i) {
+          futex_wait(&message.state, value(MessageState::Taken), std::chrono::milliseconds(1));
+        }
         if (message.state.load() != value(MessageState::Done)) {
           entry.operation->complete(
               std::make_exception_ptr(

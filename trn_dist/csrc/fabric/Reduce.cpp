@@ -1,5 +1,8 @@
 #include "fabric/Reduce.h"
 
+#include "fabric/Copy.h"
+#include "fabric/ExactSum.h"
+
 #include <c10/util/Exception.h>
 #include <c10/util/Float8_e4m3fn.h>
 #include <c10/util/Float8_e4m3fnuz.h>
@@ -15,7 +18,8 @@ namespace trn {
 
 namespace {
 
-using CombineFn = void (*)(void* out, const void* left, const void* right, size_t n);
+// streaming: as in reduce(), for an `out` that is aligned to kCacheLine.
+using CombineFn = void (*)(void* out, const void* left, const void* right, size_t n, bool streaming);
 using ConvertFn = void (*)(void* out, const void* in, size_t n);
 using ScaleFn = void (*)(void* out, const void* in, double factor, size_t n);
 using DivideFn = void (*)(void* out, const void* in, int64_t divisor, size_t n);
@@ -188,11 +192,38 @@ Kernels select_kernels(c10::ScalarType dtype, Reduction reduction) {
 constexpr size_t kBlockBytes = 8192; // of accumulators: a few blocks fit the first-level cache
 constexpr int kMaxDepth = 20; // of the binary counter: more inputs than any group has
 
+template <typename T>
+void reduce_exactly(
+    Reduction reduction,
+    const std::byte* const* inputs,
+    const double* factors,
+    int num_inputs,
+    std::byte* const* outputs,
+    int num_outputs,
+    uint64_t numel) {
+  exact_sum(
+      reinterpret_cast<T*>(outputs[0]),
+      reinterpret_cast<const T* const*>(inputs),
+      plain(reduction) == Reduction::PremulSum ? factors : nullptr,
+      num_inputs,
+      plain(reduction) == Reduction::Avg ? num_inputs : 1,
+      numel);
+  for (int o = 1; o < num_outputs; ++o) {
+    if (outputs[o] != outputs[0]) {
+      std::memcpy(outputs[o], outputs[0], numel * sizeof(T));
+    }
+  }
+}
+
 } // namespace
 
 const char* reduction_name(Reduction reduction) {
   static constexpr std::array<const char*, 9> names = {
       "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
+  if (is_exact(reduction)) {
+    const Reduction sum = plain(reduction);
+    return sum == Reduction::Sum ? "exact SUM" : sum == Reduction::Avg ? "exact AVG" : "exact PREMUL_SUM";
+  }
   const auto index = static_cast<size_t>(reduction);
   return index < names.size() ? names[index] : "?";
 }
@@ -225,7 +256,16 @@ void reduce(
     int num_inputs,
     std::byte* const* outputs,
     int num_outputs,
-    uint64_t numel) {
+    uint64_t numel,
+    bool streaming) {
+  if (is_exact(reduction)) {
+    if (num_outputs > 0) {
+      (dtype == c10::ScalarType::Double
+           ? reduce_exactly<double>
+           : reduce_exactly<float>)(reduction, inputs, factors, num_inputs, outputs, num_outputs, numel);
+    }
+    return;
+  }
   const Kernels kernels = select_kernels(dtype, reduction);
   TORCH_INTERNAL_ASSERT(kernels.combine != nullptr && num_inputs > 0);
   if (num_outputs == 0) {
@@ -247,7 +287,9 @@ void reduce(
     const size_t n = std::min(block, numel - begin);
     const uint64_t offset = begin * kernels.element_bytes;
     // Where the root of the tree may be computed in place.
-    void* const root = direct && !average ? static_cast<void*>(outputs[0] + offset) : nullptr;
+    const bool in_lines = reinterpret_cast<uintptr_t>(outputs[0] + offset) % kCacheLine == 0 && num_inputs > 1;
+    const bool to_root = direct && !average && (!streaming || (num_outputs == 1 && in_lines));
+    void* const root = to_root ? static_cast<void*>(outputs[0] + offset) : nullptr;
     int depth = 0;
     for (int r = 0; r < num_inputs; ++r) {
       const void* values = inputs[r] + offset;
@@ -265,7 +307,7 @@ void reduce(
       while (depth >= 2 && (last || stack[depth - 1].level == stack[depth - 2].level)) {
         Partial& left = stack[depth - 2];
         void* out = last && depth == 2 && root != nullptr ? root : static_cast<void*>(buffers[depth - 2]);
-        kernels.combine(out, left.values, stack[depth - 1].values, n);
+        kernels.combine(out, left.values, stack[depth - 1].values, n, streaming && out == root);
         left = {out, left.level + 1};
         --depth;
       }
@@ -274,6 +316,19 @@ void reduce(
     if (average) {
       kernels.divide(buffers[0], result, num_inputs, n);
       result = buffers[0];
+    }
+    if (streaming) {
+      if (to_root) {
+        continue;
+      }
+      if (!direct) {
+        kernels.store(buffers[1], result, n); // no wider than its accumulators
+        result = buffers[1];
+      }
+      for (int o = 0; o < num_outputs; ++o) {
+        copy_streaming_unfenced(outputs[o] + offset, static_cast<const std::byte*>(result), n * kernels.element_bytes);
+      }
+      continue;
     }
     if (!direct) {
       kernels.store(outputs[0] + offset, result, n);
@@ -284,6 +339,49 @@ void reduce(
       if (outputs[o] != outputs[0]) {
         std::memcpy(outputs[o] + offset, outputs[0] + offset, n * kernels.element_bytes);
       }
+    }
+  }
+  if (streaming) {
+    fence_streaming();
+  }
+}
+
+c10::ScalarType accumulator_type(c10::ScalarType dtype) {
+  return baseline::kernels(dtype, Reduction::Sum).load != nullptr ? c10::ScalarType::Float : dtype;
+}
+
+void widen(c10::ScalarType dtype, std::byte* accumulators, const std::byte* elements, uint64_t numel) {
+  const Kernels kernels = select_kernels(dtype, Reduction::Sum);
+  if (kernels.load != nullptr) {
+    kernels.load(accumulators, elements, numel);
+  } else {
+    std::memcpy(accumulators, elements, numel * kernels.element_bytes);
+  }
+}
+
+void narrow(
+    c10::ScalarType dtype,
+    Reduction reduction,
+    int num_inputs,
+    std::byte* elements,
+    const std::byte* accumulators,
+    uint64_t numel) {
+  const Kernels kernels = select_kernels(dtype, reduction);
+  const bool average = reduction == Reduction::Avg;
+  const uint64_t block = kBlockBytes / kernels.accumulator_bytes;
+  alignas(64) std::byte buffer[kBlockBytes];
+  for (uint64_t begin = 0; begin < numel; begin += block) {
+    const size_t n = std::min(block, numel - begin);
+    const void* values = accumulators + begin * kernels.accumulator_bytes;
+    if (average) {
+      kernels.divide(buffer, values, num_inputs, n);
+      values = buffer;
+    }
+    std::byte* out = elements + begin * kernels.element_bytes;
+    if (kernels.store != nullptr) {
+      kernels.store(out, values, n);
+    } else {
+      std::memcpy(out, values, n * kernels.element_bytes);
     }
   }
 }

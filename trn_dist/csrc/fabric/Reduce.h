@@ -23,6 +23,7 @@ const char* why_unsupported(c10::ScalarType dtype, Reduction reduction);
 
 // Reduces `num_inputs` arrays of `numel` elements into each of `num_outputs` arrays.
 //   factors: for PremulSum, what each input is multiplied with first; unused otherwise.
+//   streaming: results are written past the caches (Copy.h). Only where no output is an input.
 // An output may be one of the inputs, at the same address; other overlaps are not allowed.
 // Semantics: Sum of integers wraps; Avg divides the sum by num_inputs once, integers truncate towards zero as in NCCL;
 // Min and Max propagate NaN as torch.minimum does; for bool Sum is "or" and Product is "and". Complex dtypes are reduced as
@@ -35,6 +36,19 @@ void reduce(
     int num_inputs,
     std::byte* const* outputs,
     int num_outputs,
+    uint64_t numel,
+    bool streaming = false);
+
+// What reduce() accumulates a dtype in: float32 for narrower floating point, else the dtype itself.
+c10::ScalarType accumulator_type(c10::ScalarType dtype);
+// From elements to accumulators, and back as reduce() ends: divided by `num_inputs` for Avg, rounded once.
+void widen(c10::ScalarType dtype, std::byte* accumulators, const std::byte* elements, uint64_t numel);
+void narrow(
+    c10::ScalarType dtype,
+    Reduction reduction,
+    int num_inputs,
+    std::byte* elements,
+    const std::byte* accumulators,
     uint64_t numel);
 
 } // namespace trn

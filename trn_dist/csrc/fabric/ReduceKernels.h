@@ -5,12 +5,22 @@
 namespace TRN_ISA {
 
 template <typename T, typename F>
-TRN_TARGET void combine(void* out, const void* left, const void* right, size_t n) {
+TRN_TARGET void combine(void* out, const void* left, const void* right, size_t n, bool streaming) {
   auto* o = static_cast<T*>(out);
   const auto* a = static_cast<const T*>(left);
   const auto* b = static_cast<const T*>(right);
+  size_t i = 0;
+  constexpr size_t kLine = kCacheLine / sizeof(T);
+  for (; streaming && i + kLine <= n; i += kLine) {
+    alignas(kCacheLine) T line[kLine];
 #pragma GCC ivdep
-  for (size_t i = 0; i < n; ++i) {
+    for (size_t j = 0; j < kLine; ++j) {
+      line[j] = F::apply(a[i + j], b[i + j]);
+    }
+    stream_line(o + i, line);
+  }
+#pragma GCC ivdep
+  for (; i < n; ++i) {
     o[i] = F::apply(a[i], b[i]);
   }
 }

@@ -1,5 +1,7 @@
 #include "fabric/Region.h"
 
+#include "fabric/Copy.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/from_blob.h>
 
@@ -37,7 +39,11 @@ void Region::write(const std::byte* source) const {
     return;
   }
   if (layout == nullptr) {
-    std::memcpy(data, source, nbytes);
+    if (nbytes >= kStreamBytes) {
+      copy_streaming(data, source, nbytes);
+    } else {
+      std::memcpy(data, source, nbytes);
+    }
     return;
   }
   at::AutoDispatchBelowAutograd guard;
