@@ -9,6 +9,7 @@
 #include <ATen/detail/FunctionTraits.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/TensorImpl.h>
 
 namespace trn {
@@ -32,6 +33,11 @@ at::Tensor make_tensor(c10::Storage storage, c10::DispatchKey key, const c10::Te
   return tensor;
 }
 
+c10::DataPtr fresh_memory(size_t nbytes, c10::DeviceIndex device) {
+  const c10::DeviceGuard guard(c10::Device(kNeuron, device));
+  return device_allocator()->allocate(nbytes);
+}
+
 } // namespace
 
 at::Tensor cpu_alias(const at::Tensor& tensor) {
@@ -48,13 +54,36 @@ at::Tensor cpu_alias(const at::Tensor& tensor) {
   return cpu_alias(tensor, c10::Storage(std::move(alias_storage)));
 }
 
-at::Tensor cpu_alias(const at::Tensor& tensor, c10::Storage alias_storage) {
+namespace {
+
+at::Tensor alias_in(const at::Tensor& tensor, c10::Storage alias_storage, c10::DispatchKey key) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  auto alias = make_tensor(std::move(alias_storage), c10::DispatchKey::CPU, impl);
+  auto alias = make_tensor(std::move(alias_storage), key, impl);
   if (C10_UNLIKELY(impl.is_wrapped_number())) {
     alias.unsafeGetTensorImpl()->set_wrapped_number(true);
   }
   return alias;
+}
+
+} // namespace
+
+at::Tensor cpu_alias(const at::Tensor& tensor, c10::Storage alias_storage) {
+  return alias_in(tensor, std::move(alias_storage), c10::DispatchKey::CPU);
+}
+
+at::Tensor meta_alias(const at::Tensor& tensor) {
+  static c10::Allocator* const allocator = c10::GetAllocator(c10::DeviceType::Meta);
+  auto alias_storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(),
+      tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes(),
+      c10::DataPtr(nullptr, c10::Device(c10::DeviceType::Meta)),
+      allocator,
+      /*resizable=*/true);
+  return meta_alias(tensor, c10::Storage(std::move(alias_storage)));
+}
+
+at::Tensor meta_alias(const at::Tensor& tensor, c10::Storage alias_storage) {
+  return alias_in(tensor, std::move(alias_storage), c10::DispatchKey::Meta);
 }
 
 at::Tensor adopt_output(const at::Tensor& output, c10::DeviceIndex device) {
@@ -62,7 +91,10 @@ at::Tensor adopt_output(const at::Tensor& output, c10::DeviceIndex device) {
   c10::Storage storage = impl.storage();
   c10::StorageImpl* storage_impl = storage.unsafeGetStorageImpl();
   // Two outputs of one kernel may share a storage, which the first of them has then turned already.
-  if (storage_impl->device_type() != kNeuron) {
+  if (C10_UNLIKELY(storage_impl->device_type() == c10::DeviceType::Meta)) {
+    storage_impl->set_data_ptr_noswap(fresh_memory(storage_impl->nbytes(), device));
+    storage_impl->set_allocator(device_allocator());
+  } else if (storage_impl->device_type() != kNeuron) {
     c10::DataPtr data = storage_impl->set_data_ptr(c10::DataPtr());
     storage_impl->set_data_ptr_noswap(adopt(std::move(data), storage_impl->nbytes(), device));
     storage_impl->set_allocator(device_allocator());
@@ -131,7 +163,14 @@ void write_back(const at::Tensor& original, const at::Tensor& alias) {
   const c10::TensorImpl& from = *alias.unsafeGetTensorImpl();
   c10::StorageImpl* to_storage = to.unsafe_storage().unsafeGetStorageImpl();
   c10::StorageImpl* from_storage = from.unsafe_storage().unsafeGetStorageImpl();
-  if (C10_UNLIKELY(from_storage->data() != to_storage->data() || from_storage->nbytes() != to_storage->nbytes())) {
+  const bool shapes_only = from_storage->device_type() == c10::DeviceType::Meta;
+  if (C10_UNLIKELY(shapes_only)) {
+    if (from_storage->nbytes() != to_storage->nbytes()) {
+      to_storage->set_data_ptr_noswap(fresh_memory(from_storage->nbytes(), resolve(to.device())));
+      to_storage->set_nbytes(from_storage->nbytes());
+    }
+  } else if (
+      C10_UNLIKELY(from_storage->data() != to_storage->data() || from_storage->nbytes() != to_storage->nbytes())) {
     const auto device = resolve(to.device());
     const size_t nbytes = from_storage->nbytes();
     c10::DataPtr data = from_storage->set_data_ptr(c10::DataPtr());

@@ -15,12 +15,17 @@ at::Tensor cpu_alias(const at::Tensor& tensor);
 // The same, in the storage of another alias of the same memory.
 at::Tensor cpu_alias(const at::Tensor& tensor, c10::Storage alias_storage);
 
+// The same without the bytes: a meta tensor, for kernels that only work out shapes.
+at::Tensor meta_alias(const at::Tensor& tensor);
+at::Tensor meta_alias(const at::Tensor& tensor, c10::Storage alias_storage);
+
 // cpu_alias for a neuron tensor; any other tensor as it is.
 inline at::Tensor to_cpu_alias(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_privateuseone() ? cpu_alias(tensor) : tensor;
 }
 
-// The neuron tensor that a CPU kernel's fresh output becomes: its storage is adopted and charged to the device.
+// The neuron tensor that a CPU kernel's fresh output becomes: its storage is adopted and charged to the device. A meta
+// kernel's output gets memory that nobody has written.
 at::Tensor adopt_output(const at::Tensor& output, c10::DeviceIndex device);
 
 // A neuron tensor with the geometry of `output`, a CPU view into the alias of `base`.

@@ -2,7 +2,9 @@
 
 #include "device/Device.h"
 #include "device/Ledger.h"
+#include "device/Sanitizer.h"
 #include "device/Stream.h"
+#include "device/TimingOnly.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -15,16 +17,32 @@ thread_local int ArenaScope::depth_ = 0;
 
 namespace {
 
+// torch.profiler with profile_memory=True.
+void report_to_profiler(void* address, int64_t nbytes, const Ledger& ledger, c10::DeviceIndex device) {
+  if (C10_UNLIKELY(c10::memoryProfilingEnabled())) {
+    c10::reportMemoryUsageToProfiler(
+        address, nbytes, ledger.allocated_bytes(), ledger.reserved_bytes(), c10::Device(kNeuron, device));
+  }
+}
+
 // The context of a DataPtr is its address, as Allocator::raw_allocate demands; the arena knows the block.
 void delete_block(void* address) {
   // A forked child shares its parent's pages and has a copy of its books: it may drop tensors and change neither.
   if (C10_UNLIKELY(Arena::in_bad_fork())) {
     return;
   }
+  forget_memory(address);
+  if (C10_UNLIKELY(timing_only())) {
+    forget_known(address);
+  }
   Arena& arena = Arena::get();
   Arena::Block* block = arena.block_at(address);
   if (block->ledger_entry != nullptr) {
-    Ledger::of(block->device).release(static_cast<Ledger::Block*>(block->ledger_entry));
+    Ledger& ledger = Ledger::of(block->device);
+    auto* entry = static_cast<Ledger::Block*>(block->ledger_entry);
+    const auto freed = static_cast<int64_t>(entry->requested);
+    ledger.release(entry);
+    report_to_profiler(address, -freed, ledger, block->device);
   }
   arena.free(block);
 }
@@ -35,8 +53,10 @@ c10::DataPtr data_of(const Arena& arena, const Arena::Block* block, c10::Device 
 }
 
 void charge(Arena::Block* block, size_t nbytes, c10::DeviceIndex device) {
-  block->ledger_entry = Ledger::of(device).allocate(nbytes, current_stream(device).id());
+  Ledger& ledger = Ledger::of(device);
+  block->ledger_entry = ledger.allocate(nbytes, current_stream(device).id());
   block->device = device;
+  report_to_profiler(Arena::get().address(block), static_cast<int64_t>(nbytes), ledger, device);
 }
 
 class NeuronAllocator final : public c10::DeviceAllocator {

@@ -72,8 +72,10 @@ Tensor padded(const Tensor& tensor, int64_t size) {
   return tensor.size(3) == size ? tensor : at::constant_pad_nd(tensor, {0, size - tensor.size(3)});
 }
 
+// The first `size` of the last dimension, laid out as the operator's shape function says, (batch, sequence, heads, size) in
+// memory: a compiled graph takes views by it.
 Tensor unpadded(const Tensor& tensor, int64_t size) {
-  return tensor.size(3) == size ? tensor : tensor.narrow(3, 0, size);
+  return tensor.narrow(3, 0, size).transpose(1, 2).contiguous().transpose(1, 2);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(

@@ -4,6 +4,10 @@
 #include "device/Allocator.h"
 #include "device/Device.h"
 #include "device/Generator.h"
+#include "device/Inspection.h"
+#include "device/Sanitizer.h"
+#include "device/Stream.h"
+#include "device/TimingOnly.h"
 #include "timing/OperatorCost.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -15,10 +19,16 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <limits>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 // [Note: the road of an operator]
 // An operator on neuron tensors arrives here with its arguments on the stack. Each neuron tensor is replaced by a CPU
@@ -47,6 +57,9 @@ struct OperatorInfo {
   bool draws = false; // random numbers
   bool takes_cpu_tensors = false; // beside neuron tensors, of any size
   OperatorModel cost;
+  std::shared_ptr<const StatedWork> stated; // if the program says what it costs
+  int masks = -1; // argument that may hold masks, by which the result's size depends on numbers
+  bool overwrites_self = false; // in place, whatever was there before
   bool asks_for_gradients = false; // its CPU kernel does more when an argument requires a gradient
 };
 
@@ -84,6 +97,31 @@ constexpr std::array<std::string_view, 6> kComposedOnCpu = {
     "aten::mode.values",
 };
 
+// What the program says of operators of its own.
+struct StatedWorks {
+  std::mutex mutex;
+  std::unordered_map<c10::OperatorName, std::shared_ptr<const StatedWork>> works;
+  std::atomic<uint64_t> changes{0};
+};
+
+StatedWorks& stated_works() {
+  static auto* works = new StatedWorks(); // its functions are Python's, which ends first
+  return *works;
+}
+
+void use_fallback(const c10::OperatorName& name, c10::DispatchKey key) {
+  // Kept for the life of the process: dropping a registration handle would take the kernel back.
+  static auto* registrations = new std::vector<c10::RegistrationHandleRAII>();
+  registrations->push_back(
+      c10::Dispatcher::singleton().registerImpl(
+          name,
+          key,
+          c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
+          std::nullopt,
+          nullptr,
+          "trn_dist: CPU kernel over the same memory"));
+}
+
 OperatorInfo make_info(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   OperatorInfo info;
@@ -118,18 +156,42 @@ OperatorInfo make_info(const c10::OperatorHandle& op) {
       info.generator_argument >= 0;
   info.takes_cpu_tensors = mixed_operators().count(schema.name()) > 0;
   info.cost = operator_model(schema.name());
+  info.masks = schema.name() == "aten::index" || schema.name() == "aten::_unsafe_index" ? 1 : -1;
+  info.overwrites_self = schema.name() == "aten::fill_" || schema.name() == "aten::zero_";
   info.asks_for_gradients = schema.name() == "aten::_sparse_mm_reduce_impl";
+  StatedWorks& stated = stated_works();
+  std::lock_guard<std::mutex> guard(stated.mutex);
+  if (const auto entry = stated.works.find(op.operator_name()); entry != stated.works.end()) {
+    info.stated = entry->second;
+  }
   return info;
 }
 
 const OperatorInfo& info_of(const c10::OperatorHandle& op) {
-  thread_local ska::flat_hash_map<const void*, std::unique_ptr<OperatorInfo>> infos;
+  using Infos = ska::flat_hash_map<const void*, std::unique_ptr<OperatorInfo>>;
+  thread_local Infos infos;
+  thread_local std::vector<Infos> outdated; // a call that is under way may use them
+  thread_local uint64_t seen_changes = 0;
+  const uint64_t changes = stated_works().changes.load(std::memory_order_acquire);
+  if (C10_UNLIKELY(changes != seen_changes)) {
+    outdated.push_back(std::exchange(infos, {}));
+    seen_changes = changes;
+  }
   const void* key = &op.schema();
   auto it = infos.find(key);
   if (C10_LIKELY(it != infos.end())) {
     return *it->second;
   }
   return *infos.emplace(key, std::make_unique<OperatorInfo>(make_info(op))).first->second;
+}
+
+// What the program said of a call, with the dtype and, where it said none, the bytes of the call's tensors.
+OperatorWork with_tensors_of(OperatorWork stated, const OperatorWork& counted) {
+  stated.type = counted.type;
+  if (stated.bytes < 0) {
+    stated.bytes = counted.bytes;
+  }
+  return stated;
 }
 
 struct Aliased {
@@ -144,7 +206,78 @@ class Call {
   Call(const c10::OperatorHandle& op, const OperatorInfo& info, torch::jit::Stack* stack)
       : op_(op), info_(info), stack_(stack), arguments_begin_(stack->size() - info.num_arguments) {}
 
+  // [Note: Known numbers]: whether all that the kernel would read is known, and what it writes can be.
+  bool numbers_are_known() const {
+    if (info_.draws) {
+      return false;
+    }
+    bool all = true;
+    const auto look = [&](const at::Tensor& tensor, size_t i) {
+      if (!tensor.defined() || !tensor.is_privateuseone()) {
+        return;
+      }
+      const bool read = info_.reads[i] && !(info_.overwrites_self && i == 0);
+      all = all && (!read || known(tensor)) && (!info_.writes[i] || may_become_known(tensor));
+    };
+    for (size_t i = 0; i < info_.num_arguments; ++i) {
+      const c10::IValue& value = (*stack_)[arguments_begin_ + i];
+      if (value.isTensor()) {
+        look(value.toTensor(), i);
+      } else if (value.isTensorList()) {
+        for (const at::Tensor& tensor : value.toTensorVector()) {
+          look(tensor, i);
+        }
+      } else if (value.isOptionalTensorList()) {
+        for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+          look(tensor.value_or(at::Tensor()), i);
+        }
+      }
+    }
+    return all;
+  }
+
+  // Runs the kernel for shapes alone.
+  void work_out_shapes() {
+    shapes_only_ = true;
+    if (info_.cost.host_reads) {
+      read_unknown();
+      return;
+    }
+    constexpr c10::DispatchKeySet kMetaKeys(c10::DispatchKey::Meta);
+    if (C10_UNLIKELY(info_.masks >= 0)) {
+      refuse_masks();
+    }
+    replace_arguments();
+    if (op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) {
+      op_.redispatchBoxed(kMetaKeys, stack_);
+    } else {
+      keep_shapes();
+    }
+    replace_returns();
+    for (const Aliased& aliased : aliased_) {
+      if (aliased.written) {
+        set_known(aliased.original, false);
+      }
+    }
+    charge();
+  }
+
+  void outputs_are_known() const {
+    for (const Aliased& aliased : aliased_) {
+      if (aliased.written) {
+        set_known(aliased.original, may_become_known(aliased.original));
+      }
+    }
+    for (const at::Tensor& tensor : made_) {
+      set_known(tensor, may_become_known(tensor));
+    }
+  }
+
   void replace_arguments() {
+    if (C10_UNLIKELY(info_.stated != nullptr)) {
+      stated_ = (*info_.stated)(
+          op_.schema(), c10::ArrayRef<c10::IValue>(stack_->data() + arguments_begin_, info_.num_arguments));
+    }
     for (size_t i = 0; i < info_.num_arguments; ++i) {
       c10::IValue& value = (*stack_)[arguments_begin_ + i];
       const bool written = info_.writes[i];
@@ -174,7 +307,7 @@ class Call {
         const c10::Device device = value.toDevice();
         if (device.type() == kNeuron) {
           set_device(resolve(device));
-          value = c10::Device(c10::DeviceType::CPU);
+          value = c10::Device(shapes_only_ ? c10::DeviceType::Meta : c10::DeviceType::CPU);
         }
       }
     }
@@ -229,9 +362,16 @@ class Call {
     if (traffic_.moved_nothing() && !info_.cost.host_reads) {
       return;
     }
-    const Picoseconds end = launch(device_, info_.cost.name, price(info_.cost, traffic_, causal_));
+    const OperatorCost cost = C10_UNLIKELY(stated_.has_value())
+        ? price(with_tensors_of(*stated_, work_of(info_.cost, traffic_, causal_)), chip_rates())
+        : price(info_.cost, traffic_, causal_);
+    const Picoseconds end = launch(device_, info_.cost.name, cost);
+    if (inspecting()) {
+      look();
+    }
     if (C10_UNLIKELY(info_.cost.host_reads)) {
-      host_wait(end);
+      host_wait(end, last_launch());
+      host_learns(clock_of(current_stream(device_)));
     }
   }
 
@@ -251,6 +391,56 @@ class Call {
   }
 
  private:
+  // A mask among the indices: how many elements it picks depends on it.
+  void refuse_masks() {
+    for (const std::optional<at::Tensor>& index : argument(info_.masks).toOptionalTensorVector()) {
+      if (index.has_value() && index->defined() &&
+          (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte)) {
+        refuse_unknown(op_.schema().name() + " by a mask");
+      }
+    }
+  }
+
+  // The host asks for a number, or for a size that depends on numbers.
+  void read_unknown() {
+    const c10::IValue& value = (*stack_)[arguments_begin_];
+    const bool item =
+        info_.num_arguments == 1 && value.isTensor() && op_.schema().name() == "aten::_local_scalar_dense";
+    if (!item || !at::isFloatingType(value.toTensor().scalar_type())) {
+      refuse_unknown(op_.schema().name());
+    }
+    replace_arguments();
+    stack_->resize(arguments_begin_);
+    stack_->emplace_back(at::Scalar(std::numeric_limits<double>::quiet_NaN()));
+    charge();
+  }
+
+  // In the place of a kernel that only writes to its arguments, which keep their shapes.
+  void keep_shapes() {
+    std::vector<c10::IValue> returned;
+    bool only_writes = true;
+    for (const int source : info_.returned_argument) {
+      only_writes = only_writes && source >= 0 && info_.reads[static_cast<size_t>(source)];
+      if (only_writes) {
+        returned.push_back((*stack_)[arguments_begin_ + static_cast<size_t>(source)]);
+      }
+    }
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        only_writes,
+        "neuron: timing mode (TRN_TIMING_ONLY) cannot run ",
+        op_.operator_name(),
+        ": PyTorch has no kernel for device meta that says which shapes its results have");
+    stack_->resize(arguments_begin_);
+    stack_->insert(stack_->end(), returned.begin(), returned.end());
+  }
+
+  at::Tensor alias(const at::Tensor& tensor) const {
+    return C10_UNLIKELY(shapes_only_) ? meta_alias(tensor) : cpu_alias(tensor);
+  }
+  at::Tensor alias(const at::Tensor& tensor, const c10::Storage& storage) const {
+    return C10_UNLIKELY(shapes_only_) ? meta_alias(tensor, storage) : cpu_alias(tensor, storage);
+  }
+
   const at::Tensor& alias_of(const at::Tensor& tensor, bool written) {
     set_device(tensor.device().index());
     if (C10_UNLIKELY(tensor.layout() != at::kStrided)) {
@@ -276,12 +466,12 @@ class Call {
       }
       if (aliased_[i].original.has_storage() && aliased_[i].original.storage().is_alias_of(tensor.storage())) {
         note(/*again=*/false);
-        aliased_.push_back({tensor, cpu_alias(tensor, aliased_[i].alias.storage()), written});
+        aliased_.push_back({tensor, alias(tensor, aliased_[i].alias.storage()), written});
         return aliased_.back().alias;
       }
     }
     note(/*again=*/false);
-    aliased_.push_back({tensor, cpu_alias(tensor), written});
+    aliased_.push_back({tensor, alias(tensor), written});
     return aliased_.back().alias;
   }
 
@@ -354,7 +544,7 @@ class Call {
     if (C10_UNLIKELY(!tensor.has_storage())) {
       return turn_without_storage(tensor);
     }
-    if (!tensor.device().is_cpu()) {
+    if (shapes_only_ ? !tensor.is_meta() : !tensor.device().is_cpu()) {
       return tensor;
     }
     const auto* storage = tensor.storage().unsafeGetStorageImpl();
@@ -364,8 +554,22 @@ class Call {
       }
     }
     at::Tensor output = adopt_output(tensor, device_);
+    if (inspecting() || timing_only()) {
+      made_.push_back(output);
+    }
     traffic_.made(*output.unsafeGetTensorImpl());
     return output;
+  }
+
+  void look() const {
+    TouchedTensors touched;
+    for (const Aliased& aliased : aliased_) {
+      touched.push_back({aliased.original, aliased.written});
+    }
+    for (const at::Tensor& tensor : made_) {
+      touched.push_back({tensor, /*written=*/true});
+    }
+    inspect(device_, info_.cost.name, touched);
   }
 
   at::Tensor turn_without_storage(const at::Tensor& tensor) {
@@ -394,7 +598,10 @@ class Call {
   int argument_ = 0; // the one being replaced
   Traffic traffic_;
   bool causal_ = false;
+  std::optional<OperatorWork> stated_;
+  bool shapes_only_ = false; // timing mode: the kernel is the meta device's
   c10::SmallVector<Aliased, 6> aliased_;
+  std::vector<at::Tensor> made_; // outputs, while somebody looks
   c10::SmallVector<std::pair<int, at::Tensor>, 2> written_arguments_;
 };
 
@@ -467,6 +674,10 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
       " has no kernel for device neuron, and none for cpu that it could use instead");
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   Call call(op, info, stack);
+  if (C10_UNLIKELY(timing_only()) && !call.numbers_are_known()) {
+    call.work_out_shapes();
+    return;
+  }
   call.replace_arguments();
   {
     std::optional<LentGenerator> generator;
@@ -477,13 +688,14 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     op.redispatchBoxed(cpu_keys, stack);
   }
   call.replace_returns();
+  if (C10_UNLIKELY(timing_only())) {
+    call.outputs_are_known();
+  }
   call.charge();
 }
 
 void register_fallback_over_decompositions() {
   auto& dispatcher = c10::Dispatcher::singleton();
-  // Kept for the life of the process: dropping a registration handle would take the kernel back.
-  static auto* registrations = new std::vector<c10::RegistrationHandleRAII>();
   auto has_decomposition = [](const c10::OperatorHandle& op) {
     return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
@@ -498,24 +710,37 @@ void register_fallback_over_decompositions() {
     if (!op.has_value() || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
       continue;
     }
-    auto use_fallback = [&](c10::DispatchKey key) {
-      registrations->push_back(dispatcher.registerImpl(
-          name,
-          key,
-          c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
-          std::nullopt,
-          nullptr,
-          "trn_dist: CPU kernel over the same memory"));
-    };
     if ((op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && has_decomposition(*op)) || composed_on_cpu(name)) {
-      use_fallback(c10::DispatchKey::PrivateUse1);
+      use_fallback(name, c10::DispatchKey::PrivateUse1);
     }
     for (const auto& [cpu_key, key] : kSparseKeys) {
       if (op->hasKernelForDispatchKey(cpu_key) && has_decomposition(*op)) {
-        use_fallback(key);
+        use_fallback(name, key);
       }
     }
   }
+}
+
+void state_work(const c10::OperatorName& name, StatedWork work) {
+  const auto op = c10::Dispatcher::singleton().findSchema(name);
+  TORCH_CHECK_VALUE(op.has_value(), "neuron: there is no operator ", name);
+  StatedWorks& stated = stated_works();
+  std::lock_guard<std::mutex> guard(stated.mutex);
+  if (stated.works.count(name) == 0) {
+    TORCH_CHECK_VALUE(
+        !op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1),
+        "neuron: ",
+        name,
+        " has a kernel of its own for device neuron: state the costs of the operators that it calls");
+    TORCH_CHECK_VALUE(
+        !op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd),
+        "neuron: ",
+        name,
+        " is a composition of operators (CompositeImplicitAutograd): state the costs of those");
+    use_fallback(name, c10::DispatchKey::PrivateUse1);
+  }
+  stated.works[name] = std::make_shared<const StatedWork>(std::move(work));
+  stated.changes.fetch_add(1, std::memory_order_release);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

@@ -63,27 +63,33 @@ struct NeuronGuardImpl final : public c10::impl::DeviceGuardImplInterface {
       state = new EventState();
       *event = state;
     }
-    state->device = stream.device_index();
-    state->pending = pending_on(stream);
-    state->time_ps = stream_time(stream);
+    record_event(*state, stream);
   }
   // Operators run as they are issued, so whatever `stream` is given next would read the data at once: the work that the
   // event stands for is carried out here.
   void block(void* event, const c10::Stream& stream) const override {
     if (auto* state = static_cast<EventState*>(event)) {
-      stream_wait(stream, finish_event(*state));
+      const Picoseconds time_ps = finish_event(*state);
+      stream_wait(stream, time_ps, state->origin);
+      stream_learns(stream, state->clock);
     }
   }
   void synchronizeEvent(void* event) const override {
     if (auto* state = static_cast<EventState*>(event)) {
-      host_wait(finish_event(*state));
+      const Picoseconds time_ps = finish_event(*state);
+      host_wait(time_ps, state->origin);
+      host_learns(state->clock);
     }
   }
   bool queryEvent(void* event) const override {
     if (auto* state = static_cast<EventState*>(event)) {
       Picoseconds time_ps = state->time_ps;
       const bool done = poll_all(state->pending, time_ps);
-      return host_poll(done ? time_ps : INT64_MAX);
+      if (!host_poll(done ? time_ps : INT64_MAX)) {
+        return false;
+      }
+      acknowledge_all(state->pending);
+      host_learns(state->clock);
     }
     return true;
   }

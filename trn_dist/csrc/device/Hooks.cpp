@@ -5,6 +5,7 @@
 #include "device/Device.h"
 #include "device/Generator.h"
 #include "device/Ledger.h"
+#include "device/TimingOnly.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -113,7 +114,7 @@ struct NeuronHooks final : public at::PrivateUse1HooksInterface {
     const c10::DeviceGuard guard(impl->device());
     c10::DataPtr fresh = device_allocator()->allocate(new_nbytes);
     const size_t kept = std::min(new_nbytes, impl->nbytes());
-    if (kept > 0 && impl->data() != nullptr) {
+    if (kept > 0 && impl->data() != nullptr && !timing_only()) {
       std::memcpy(fresh.get(), impl->data(), kept);
     }
     impl->set_data_ptr_noswap(std::move(fresh));

@@ -4,10 +4,14 @@
 #include "device/Alias.h"
 #include "device/Allocator.h"
 #include "device/Device.h"
+#include "device/Inspection.h"
+#include "device/Sanitizer.h"
 #include "device/Stream.h"
+#include "device/TimingOnly.h"
 #include "timing/OperatorCost.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/Context.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/ResizeCommon.h>
@@ -16,6 +20,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/copy_native.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/histc.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/tensor.h>
@@ -25,6 +30,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 namespace trn {
@@ -51,7 +57,7 @@ bool fills_fresh_memory() {
 }
 
 Tensor filled_if_deterministic(Tensor tensor) {
-  if (C10_UNLIKELY(fills_fresh_memory())) {
+  if (C10_UNLIKELY(fills_fresh_memory() && !timing_only())) {
     Tensor alias = cpu_alias(tensor);
     at::native::fill_empty_deterministic_(alias);
   }
@@ -122,7 +128,7 @@ const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, std::optional<a
     TORCH_CHECK(*memory_format != at::MemoryFormat::Preserve, "Unsupported memory format ", *memory_format);
     impl->empty_tensor_restride(*memory_format);
   }
-  if (C10_UNLIKELY(fills_fresh_memory())) {
+  if (C10_UNLIKELY(fills_fresh_memory() && !timing_only())) {
     at::native::fill_resize_deterministic_(cpu_alias(self), old_nbytes);
   }
   return self;
@@ -181,6 +187,7 @@ bool is_set_to(const Tensor& self, const Tensor& source) {
 // own memory is pinned.
 void charge_copy(const Tensor& to, const Tensor& from, bool non_blocking) {
   static const uint32_t kOnDevice = name_id("aten::copy_");
+  static const uint32_t kBetweenRanks = name_id("copy between ranks");
   static const uint32_t kToDevice = name_id("copy from host");
   static const uint32_t kToHost = name_id("copy to host");
   if (to.numel() == 0) {
@@ -192,26 +199,74 @@ void charge_copy(const Tensor& to, const Tensor& from, bool non_blocking) {
     const auto source = from.device().index();
     const auto target = to.device().index();
     if (C10_UNLIKELY(source != target)) {
-      stream_wait(current_stream(source), stream_time(current_stream(target)));
+      stream_wait_stream(current_stream(source), current_stream(target));
+      stream_learns(current_stream(source), clock_of(current_stream(target)));
     }
-    const Picoseconds end = launch(source, kOnDevice, price_copy(from_bytes, to_bytes));
+    const void* of_peer = !Arena::owns(from.const_data_ptr()) ? from.const_data_ptr()
+        : !Arena::owns(to.const_data_ptr())                   ? to.const_data_ptr()
+                                                              : nullptr;
+    const Picoseconds end = C10_LIKELY(of_peer == nullptr)
+        ? launch(source, kOnDevice, price_copy(from_bytes, to_bytes))
+        : launch(source, kBetweenRanks, price_peer_copy(of_peer, from_bytes, to_bytes));
+    if (inspecting()) {
+      inspect(source, kOnDevice, {Touched{from, /*written=*/false}, Touched{to, /*written=*/true}});
+    }
     if (C10_UNLIKELY(source != target)) {
-      stream_wait(current_stream(target), end);
+      stream_wait(current_stream(target), end, last_launch());
+      stream_learns(current_stream(target), clock_of(current_stream(source)));
     }
     return;
   }
   const bool to_device = to.is_privateuseone();
   const Tensor& on_device = to_device ? to : from;
   const Tensor& on_host = to_device ? from : to;
-  const Picoseconds end = launch(
-      on_device.device().index(), to_device ? kToDevice : kToHost, price_host_copy(to_device ? to_bytes : from_bytes));
-  if (!(non_blocking && on_host.is_pinned())) {
-    host_wait(end);
+  const auto device = on_device.device().index();
+  const uint32_t name = to_device ? kToDevice : kToHost;
+  const Picoseconds end = launch(device, name, price_host_copy(to_device ? to_bytes : from_bytes));
+  if (inspecting()) {
+    inspect(device, name, Touched{on_device, to_device});
   }
+  if (!(non_blocking && on_host.is_pinned())) {
+    host_wait(end, last_launch());
+    host_learns(clock_of(current_stream(device)));
+  }
+}
+
+// [Note: Known numbers]
+void copy_known_alone(Tensor& self, const Tensor& source) {
+  TORCH_CHECK(
+      at::is_expandable_to(source.sizes(), self.sizes()),
+      "The size of the source ",
+      source.sizes(),
+      " does not fit the size of the target ",
+      self.sizes());
+  const bool from_known = source.is_privateuseone() ? known(source) : true;
+  if (!self.is_privateuseone()) {
+    if (from_known) {
+      Tensor target = self;
+      at::native::copy_(target, to_cpu_alias(source), false);
+    } else if (at::isFloatingType(self.scalar_type()) && at::isFloatingType(source.scalar_type())) {
+      self.fill_(std::numeric_limits<double>::quiet_NaN());
+    } else {
+      refuse_unknown(c10::str("a copy of a tensor of ", source.scalar_type(), " to the host"));
+    }
+    return;
+  }
+  const bool becomes_known = from_known && may_become_known(self);
+  if (becomes_known) {
+    Tensor target = cpu_alias(self);
+    at::native::copy_(target, to_cpu_alias(source), false);
+  }
+  set_known(self, becomes_known);
 }
 
 // All memory is the host's, so a copy in any direction is one between CPU tensors over the same bytes.
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  if (C10_UNLIKELY(timing_only())) {
+    copy_known_alone(self, source);
+    charge_copy(self, source, non_blocking);
+    return self;
+  }
   Tensor target = to_cpu_alias(self);
   // In the same storage as the target when they share memory, so that an overlap is seen.
   const Tensor origin =
@@ -263,6 +318,10 @@ Tensor integer_histc(const Tensor& self, int64_t bins, const at::Scalar& min, co
 }
 
 Tensor device_histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  if (C10_UNLIKELY(timing_only() && !known(self))) {
+    // Counts of what is not known: as many as bins.
+    return at::empty({bins}, self.options());
+  }
   ArenaScope scope;
   const Tensor alias = cpu_alias(self);
   return adopt_output(

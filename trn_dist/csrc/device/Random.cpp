@@ -1,8 +1,10 @@
 // Operators that draw random numbers element by element, on the device's counter-based generator (Generator.h). Draws of
 // other kinds (multinomial, poisson, randperm, ...) reach PyTorch's CPU kernels with a generator lent to them (Fallback.cpp).
 
+#include "device/TimingOnly.h"
 #include "device/Alias.h"
 #include "device/Generator.h"
+#include "device/Inspection.h"
 #include "timing/OperatorCost.h"
 
 #include <ATen/Dispatch.h>
@@ -54,12 +56,19 @@ void charge(const Tensor& self) {
   Traffic traffic;
   traffic.wrote(*self.unsafeGetTensorImpl());
   launch(self.device().index(), model.name, price(model, traffic, /*causal=*/false));
+  if (inspecting()) {
+    inspect(self.device().index(), model.name, Touched{self, /*written=*/true});
+  }
 }
 
 // Fills self with make(draw of element i), i in row-major order.
 template <typename scalar_t, typename F>
 void fill(const Tensor& self, const OptionalGenerator& generator, F make) {
   charge(self);
+  if (C10_UNLIKELY(timing_only())) {
+    set_known(self, false);
+    return;
+  }
   const Tensor alias = cpu_alias(self);
   const bool direct = alias.is_contiguous();
   Tensor target = direct ? alias : at::empty_like(alias, at::MemoryFormat::Contiguous);
@@ -88,6 +97,10 @@ bool drawn_on_cpu(const Tensor& self, F draw) {
     return false;
   }
   charge(self);
+  if (C10_UNLIKELY(timing_only())) {
+    set_known(self, false);
+    return true;
+  }
   draw(cpu_alias(self), OptionalGenerator());
   return true;
 }
@@ -233,6 +246,11 @@ Tensor& bernoulli_float(Tensor& self, double p, OptionalGenerator generator) {
 
 Tensor& bernoulli_tensor(Tensor& self, const Tensor& p, OptionalGenerator generator) {
   if (drawn_on_cpu(self, [&](Tensor alias, auto cpu) { alias.bernoulli_(to_cpu_alias(p), cpu); })) {
+    return self;
+  }
+  if (C10_UNLIKELY(timing_only())) {
+    charge(self);
+    set_known(self, false);
     return self;
   }
   const Tensor probabilities = to_cpu_alias(p).to(at::kDouble).expand(self.sizes()).contiguous();

@@ -60,7 +60,7 @@ void drop_done(c10::DeviceIndex device, c10::StreamId id) {
     if (!work->poll()) {
       return false;
     }
-    stream_wait(make_stream(device, id), work->end_ps());
+    stream_wait(make_stream(device, id), work->end_ps(), work->origin());
     return true;
   });
   if (it->second.empty()) {
@@ -108,8 +108,9 @@ void add_pending(c10::Stream stream, std::shared_ptr<PendingWork> work) {
 }
 
 void add_pending_or_join(c10::Stream stream, std::shared_ptr<PendingWork> work, bool done) {
+  stream_learns(stream, work->clock());
   if (done) {
-    stream_wait(stream, work->end_ps());
+    stream_wait(stream, work->end_ps(), work->origin());
   } else {
     add_pending(stream, std::move(work));
   }
@@ -125,21 +126,41 @@ void synchronize_stream(c10::Stream stream) {
   }
   drop_done(stream.device_index(), stream.id());
   host_wait_stream(stream);
+  host_learns(clock_of(stream));
 }
 
 void synchronize_device(c10::DeviceIndex device) {
   Arena::refuse_bad_fork();
   for (const auto& work : pending_of([&](const auto& key) { return key.first == device; })) {
     work->finish();
-    host_wait(work->end_ps());
+    host_wait(work->end_ps(), work->origin());
   }
   host_wait_device(device);
+  host_learns_of_device(device);
 }
 
 bool query_stream(c10::Stream stream) {
   Picoseconds time_ps = stream_time(stream);
-  const bool done = poll_all(pending_on(stream), time_ps);
-  return host_poll(done ? time_ps : INT64_MAX);
+  const auto works = pending_on(stream);
+  const bool done = poll_all(works, time_ps);
+  if (!host_poll(done ? time_ps : INT64_MAX)) {
+    return false;
+  }
+  acknowledge_all(works);
+  host_learns(clock_of(stream));
+  return true;
+}
+
+void record_event(EventState& event, c10::Stream stream) {
+  event.device = stream.device_index();
+  event.pending = pending_on(stream);
+  const Moment moment = record_moment(stream);
+  event.time_ps = moment.time;
+  event.origin = moment.origin;
+  for (const auto& work : event.pending) {
+    moment_after(moment.origin, work->origin());
+  }
+  event.clock = clock_of(stream);
 }
 
 Picoseconds finish_event(EventState& event) {
@@ -149,6 +170,12 @@ Picoseconds finish_event(EventState& event) {
   }
   event.pending.clear();
   return event.time_ps;
+}
+
+void acknowledge_all(const std::vector<std::shared_ptr<PendingWork>>& works) {
+  for (const auto& work : works) {
+    work->acknowledge();
+  }
 }
 
 double elapsed_ms(EventState& from, EventState& to) {

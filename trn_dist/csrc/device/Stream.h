@@ -6,12 +6,14 @@
 // that were posted and not yet carried out. Whoever orders itself after the stream (an event's block or synchronize, the
 // stream's or the device's synchronize) finishes that work first, so the data is there when the next operator reads it.
 
+#include "device/Sanitizer.h"
 #include "timing/VirtualClock.h"
 
 #include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace trn {
@@ -27,6 +29,18 @@ class PendingWork {
   // Once it is done: when, in virtual time.
   virtual Picoseconds end_ps() const {
     return 0;
+  }
+  // What that time comes from.
+  virtual Origin origin() const {
+    return {};
+  }
+  // The program has seen that it is done, by asking instead of by waiting.
+  virtual void acknowledge() {}
+  virtual std::string describe() const = 0;
+  // What whoever waits for it learns.
+  virtual const StreamClock& clock() const {
+    static const StreamClock none;
+    return none;
   }
 };
 
@@ -49,6 +63,7 @@ void synchronize_stream(c10::Stream stream);
 void synchronize_device(c10::DeviceIndex device);
 // Polls works until one is not done; raises `time_ps` to when those that are were done.
 bool poll_all(const std::vector<std::shared_ptr<PendingWork>>& works, Picoseconds& time_ps);
+void acknowledge_all(const std::vector<std::shared_ptr<PendingWork>>& works);
 // Whether nothing is pending on the stream, and the host's virtual time has come to its tail; makes progress.
 bool query_stream(c10::Stream stream);
 
@@ -57,8 +72,11 @@ struct EventState {
   c10::DeviceIndex device = -1;
   std::vector<std::shared_ptr<PendingWork>> pending;
   Picoseconds time_ps = 0;
+  Origin origin;
+  StreamClock clock;
 };
 
+void record_event(EventState& event, c10::Stream stream);
 // Carries out what the event stands for; returns when that was done in virtual time.
 Picoseconds finish_event(EventState& event);
 // Milliseconds of virtual time between two events.

@@ -6,13 +6,20 @@
 #include "device/Fallback.h"
 #include "device/Generator.h"
 #include "device/History.h"
+#include "device/Inspection.h"
 #include "device/Ledger.h"
 #include "device/Norm.h"
+#include "device/Sanitizer.h"
 #include "device/Stream.h"
 
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 #include <torch/extension.h>
 
+#include <algorithm>
+#include <array>
 #include <unordered_map>
 
 namespace torch {
@@ -184,6 +191,74 @@ DeviceConfig config_of(const pybind11::dict& values) {
   return config;
 }
 
+// Runs Python code for C++ callers that know PyTorch's exceptions only.
+template <typename Function>
+auto call_python(Function function) {
+  pybind11::gil_scoped_acquire gil;
+  try {
+    return function();
+  } catch (pybind11::error_already_set& error) {
+    error.restore();
+    python_error again;
+    again.persist();
+    throw std::move(again);
+  }
+}
+
+void set_python_observer(const std::optional<pybind11::function>& observer) {
+  if (!observer.has_value()) {
+    set_operator_observer(nullptr);
+    return;
+  }
+  auto* kept = new pybind11::function(*observer); // like the providers above, never freed
+  set_operator_observer([kept](const std::string& name, const TouchedTensors& tensors) {
+    call_python([&] {
+      pybind11::list touched;
+      for (const Touched& one : tensors) {
+        touched.append(pybind11::make_tuple(one.tensor, one.written));
+      }
+      (*kept)(name, touched);
+    });
+  });
+}
+
+// `function` gets the operator's arguments, those that are keyword-only by name, and answers with the fields of an
+// OperatorCost of trn_dist.neuron.operator_cost, in their order.
+void state_work_of(const std::string& name, const std::string& overload, pybind11::function function) {
+  auto* kept = new pybind11::function(std::move(function)); // like the providers above, never freed
+  const auto state = [kept](const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> values) {
+    OperatorWork work;
+    work.kind = OperatorClass::Stated;
+    call_python([&] {
+      pybind11::list arguments;
+      pybind11::dict keywords;
+      for (size_t i = 0; i < values.size(); ++i) {
+        const pybind11::object value = torch::jit::toPyObject(values[i]);
+        if (schema.arguments()[i].kwarg_only()) {
+          keywords[pybind11::str(schema.arguments()[i].name())] = value;
+        } else {
+          arguments.append(value);
+        }
+      }
+      const pybind11::tuple cost = (*kept)(*pybind11::tuple(arguments), **keywords);
+      const auto product = cost[0].cast<std::array<int64_t, 4>>();
+      std::copy(product.begin(), product.end(), work.sizes.begin());
+      work.operand = reinterpret_cast<THPDtype*>(pybind11::object(cost[1]).ptr())->scalar_type;
+      const auto elements = cost[2].cast<std::array<int64_t, 3>>();
+      work.elements = *std::max_element(elements.begin(), elements.end());
+      const auto passes = [&](size_t i) {
+        return work.elements > 0 ? static_cast<float>(static_cast<double>(elements[i]) / work.elements) : 0.0f;
+      };
+      work.vector_passes = passes(0);
+      work.scalar_passes = passes(1);
+      work.gpsimd_passes = passes(2);
+      work.bytes = cost[3].cast<int64_t>();
+    });
+    return work;
+  };
+  state_work(c10::OperatorName(name, overload), state);
+}
+
 } // namespace
 
 void init_device(pybind11::module_& m) {
@@ -203,6 +278,7 @@ void init_device(pybind11::module_& m) {
       }
     });
   });
+  m.def("_register_operator_cost", &state_work_of);
   m.def("_configure_device", [](const pybind11::dict& config) { set_device_config(config_of(config)); });
   m.def("_device_count", [] { return static_cast<int>(device_count()); });
   m.def("_device_name", [] { return device_config().name; });
@@ -211,6 +287,42 @@ void init_device(pybind11::module_& m) {
   m.def("_is_initialized", &Arena::exists);
   m.def("_in_bad_fork", &Arena::in_bad_fork);
   m.def("_refuse_bad_fork", &Arena::refuse_bad_fork);
+  m.def("_devices_in_use", [] {
+    std::vector<int> used;
+    for (int device = 0; device < static_cast<int>(device_count()); ++device) {
+      if (Ledger::exists(static_cast<c10::DeviceIndex>(device))) {
+        used.push_back(device);
+      }
+    }
+    return used;
+  });
+  // Device, address and bytes of a tensor's storage, without Python's wrapper of it; None if it has no memory.
+  m.def("_storage_of", [](const at::Tensor& tensor) -> pybind11::object {
+    if (!tensor.defined() || !tensor.has_storage() || tensor.device().type() != kNeuron ||
+        tensor.storage().nbytes() == 0) {
+      return pybind11::none();
+    }
+    const c10::Storage& storage = tensor.storage();
+    const auto address = reinterpret_cast<uintptr_t>(storage.data());
+    return pybind11::make_tuple(static_cast<int>(tensor.device().index()), address, storage.nbytes());
+  });
+  // Has the main thread call it when it next runs Python. False: too many calls wait for that.
+  m.def("_call_on_main_thread", [](const pybind11::function& call) {
+    const auto run = [](void* owned) {
+      const auto call = pybind11::reinterpret_steal<pybind11::object>(static_cast<PyObject*>(owned));
+      if (PyObject* result = PyObject_CallNoArgs(call.ptr()); result != nullptr) {
+        Py_DECREF(result);
+      } else {
+        PyErr_WriteUnraisable(call.ptr());
+      }
+      return 0;
+    };
+    const bool queued = Py_AddPendingCall(run, call.ptr()) == 0;
+    if (queued) {
+      call.inc_ref();
+    }
+    return queued;
+  });
   m.def("_memory_stats", &memory_stats);
   m.def("_memory_segments", &memory_segments);
   m.def("_memory_history", &memory_history);
@@ -240,6 +352,12 @@ void init_device(pybind11::module_& m) {
       [](c10::DeviceIndex device) { synchronize_device(device); },
       pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("_set_float64_norm", &set_float64_norm);
+  m.def("_set_user_line_provider", [](pybind11::function provider) {
+    auto* kept = new pybind11::function(std::move(provider));
+    set_user_line_provider([kept] { return call_python([&] { return (*kept)().cast<std::string>(); }); });
+  });
+  m.def("_set_sanitizer", [](int mode) { set_sanitizer(static_cast<Sanitize>(mode)); });
+  m.def("_set_operator_observer", &set_python_observer);
   m.def("_default_generator", [](c10::DeviceIndex device) { return default_generator(device); });
   m.def("_cpu_rng", &cpu_rng);
   m.def("_set_cpu_rng", &set_cpu_rng);

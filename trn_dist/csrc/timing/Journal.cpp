@@ -116,11 +116,13 @@ const char* engine_name(Engine engine) {
 uint32_t name_id(const std::string& name) {
   Names& table = names();
   std::lock_guard<std::mutex> guard(table.mutex);
-  const auto [it, fresh] = table.ids.emplace(name, static_cast<uint32_t>(table.names.size()));
-  if (fresh) {
-    table.names.push_back(name);
+  if (const auto known = table.ids.find(name); known != table.ids.end()) {
+    return known->second;
   }
-  return it->second;
+  const auto id = static_cast<uint32_t>(table.names.size());
+  table.ids.emplace(name, id);
+  table.names.push_back(name);
+  return id;
 }
 
 std::string name_of(uint32_t id) {
@@ -230,6 +232,30 @@ StepTimes account(const std::vector<Record>& records, Picoseconds start, Picosec
     }
   }
   return step;
+}
+
+void StepAccount::sum_up(Picoseconds end, bool host_at_end) {
+  if (end <= step_.end) {
+    return;
+  }
+  append(step_, account(records_, step_.end, end, host_at_end));
+  std::erase_if(records_, [&](const Record& record) { return record.end <= end; });
+}
+
+StepTimes StepAccount::next_step() {
+  StepTimes next;
+  next.start = next.end = step_.end;
+  append(ended_, step_);
+  return std::exchange(step_, std::move(next));
+}
+
+StepTimes StepAccount::so_far(Picoseconds end) const {
+  StepTimes times = ended_;
+  append(times, step_);
+  if (end > step_.end) {
+    append(times, account(records_, step_.end, end, /*host_at_end=*/false));
+  }
+  return times;
 }
 
 } // namespace trn

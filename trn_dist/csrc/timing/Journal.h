@@ -9,6 +9,7 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace trn {
@@ -84,5 +85,27 @@ void append(StepTimes& step, const StepTimes& later);
 // which the host was at work counts as host_bound; a transfer counts as exposed; a wait for peers as waiting; else the host
 // was at work (host_bound) or not (idle). `host_at_end`: the step ended with the host at work and the device done.
 StepTimes account(const std::vector<Record>& records, Picoseconds start, Picoseconds end, bool host_at_end);
+
+// The records of the step that goes on, and of what reaches into it.
+class StepAccount {
+ public:
+  void add(Record&& record) {
+    records_.push_back(std::move(record));
+  }
+  size_t size() const {
+    return records_.size();
+  }
+  // Accounts for what lies before `end` and drops the records that are over by then.
+  void sum_up(Picoseconds end, bool host_at_end);
+  // Ends the step where it was summed up to.
+  StepTimes next_step();
+  // From time 0 to `end`, or to where it was summed up if that is later. Changes nothing.
+  StepTimes so_far(Picoseconds end) const;
+
+ private:
+  std::vector<Record> records_;
+  StepTimes step_; // of the part that is summed up already
+  StepTimes ended_; // the steps before
+};
 
 } // namespace trn

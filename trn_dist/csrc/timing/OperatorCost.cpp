@@ -1,6 +1,7 @@
 #include "timing/OperatorCost.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <string_view>
 #include <unordered_map>
@@ -12,6 +13,8 @@ namespace {
 // Rows of the moving operand that a matmul instruction takes at least: the issue interval is max(N, 64) cycles (NKI
 // performance guide).
 constexpr int64_t kMinMovingRows = 64;
+
+std::atomic<LinkTime> link_time{nullptr};
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -357,8 +360,9 @@ const Traffic::Argument* Traffic::argument(int index) const {
   return nullptr;
 }
 
-double matmul_ps(int64_t batch, int64_t m, int64_t k, int64_t n, c10::ScalarType type) {
-  const ChipRates& rates = chip_rates();
+namespace {
+
+double product_ps(const ChipRates& rates, int64_t batch, int64_t m, int64_t k, int64_t n, c10::ScalarType type) {
   const int64_t rows = rates.tensor_rows;
   const int64_t columns = rates.tensor_columns;
   const int64_t cores = rates.cores;
@@ -374,23 +378,40 @@ double matmul_ps(int64_t batch, int64_t m, int64_t k, int64_t n, c10::ScalarType
       rates.tensor_ps_per_flop[static_cast<size_t>(type)];
 }
 
+} // namespace
+
+double matmul_ps(int64_t batch, int64_t m, int64_t k, int64_t n, c10::ScalarType type) {
+  return product_ps(chip_rates(), batch, m, k, n, type);
+}
+
 OperatorCost price_copy(int64_t bytes_read, int64_t bytes_written) {
-  const ChipRates& rates = chip_rates();
-  const int64_t bytes = bytes_read + bytes_written;
-  const double dma = static_cast<double>(rates.dma_start_ps) +
-      static_cast<double>(std::max(bytes_read, bytes_written)) * rates.dma_ps_per_byte;
-  const double hbm = static_cast<double>(rates.dma_start_ps) + static_cast<double>(bytes) * rates.hbm_ps_per_byte;
-  return make_cost({Engine::Dma, dma}, hbm, bytes);
+  OperatorWork work;
+  work.kind = OperatorClass::Copy;
+  work.bytes = bytes_read + bytes_written;
+  work.longer_bytes = std::max(bytes_read, bytes_written);
+  return price(work, chip_rates());
+}
+
+OperatorCost price_peer_copy(const void* address, int64_t bytes_read, int64_t bytes_written) {
+  OperatorCost cost = price_copy(bytes_read, bytes_written);
+  if (const LinkTime function = link_time.load(std::memory_order_acquire)) {
+    cost.time = std::max(cost.time, function(address, std::max(bytes_read, bytes_written)));
+  }
+  return cost;
+}
+
+void set_link_time(LinkTime function) {
+  link_time.store(function, std::memory_order_release);
 }
 
 OperatorCost price_host_copy(int64_t nbytes) {
-  const ChipRates& rates = chip_rates();
-  const double ps = static_cast<double>(rates.dma_start_ps) + static_cast<double>(nbytes) * rates.host_ps_per_byte;
-  return make_cost({Engine::Dma, ps}, 0, nbytes);
+  OperatorWork work;
+  work.kind = OperatorClass::HostCopy;
+  work.bytes = nbytes;
+  return price(work, chip_rates());
 }
 
-OperatorCost price(const OperatorModel& model, const Traffic& traffic, bool causal) {
-  const ChipRates& rates = chip_rates();
+OperatorWork work_of(const OperatorModel& model, const Traffic& traffic, bool causal) {
   int64_t read_bytes = 0;
   int64_t elements = traffic.written_numel_;
   int sources = 0; // tensors that a pass reads
@@ -399,14 +420,16 @@ OperatorCost price(const OperatorModel& model, const Traffic& traffic, bool caus
     elements = std::max(elements, argument.numel);
     sources += argument.numel > 1 ? 1 : 0;
   }
-  int64_t bytes = read_bytes + traffic.written_bytes_;
+  OperatorWork work;
+  work.kind = model.kind;
+  work.bytes = read_bytes + traffic.written_bytes_;
   if (model.read_only >= 0) {
     if (const auto* argument = traffic.argument(model.read_only)) {
-      bytes -= argument->bytes;
+      work.bytes -= argument->bytes;
     }
   }
-  const auto type = traffic.slowest_ == c10::ScalarType::Undefined ? c10::ScalarType::Float : traffic.slowest_;
-  const auto hbm = [&](int64_t moved) { return static_cast<double>(moved) * rates.hbm_ps_per_byte; };
+  work.type = traffic.slowest_ == c10::ScalarType::Undefined ? c10::ScalarType::Float : traffic.slowest_;
+  work.elements = elements;
 
   switch (model.kind) {
     case OperatorClass::Matmul: {
@@ -416,11 +439,10 @@ OperatorCost price(const OperatorModel& model, const Traffic& traffic, bool caus
         break;
       }
       const Product product = product_of(*left->tensor, *right->tensor, model.right_transposed);
-      const auto operand = left->tensor->dtype().toScalarType();
-      const double ps = matmul_ps(product.batch, product.m, product.k, product.n, operand);
-      // A complex product is four real ones.
-      const double real_products = traffic.complex_ ? 4 : 1;
-      return make_cost({Engine::Tensor, ps * real_products}, hbm(bytes), bytes, product.flops() * real_products);
+      work.sizes = {product.batch, product.m, product.k, product.n};
+      work.operand = left->tensor->dtype().toScalarType();
+      work.products = traffic.complex_ ? 4 : 1;
+      return work;
     }
     case OperatorClass::Attention:
     case OperatorClass::AttentionBackward: {
@@ -431,40 +453,12 @@ OperatorCost price(const OperatorModel& model, const Traffic& traffic, bool caus
         break;
       }
       const int64_t rows = size_from_end(*query->tensor, 2);
-      const int64_t columns = size_from_end(*key->tensor, 2);
       const int64_t width = size_from_end(*query->tensor, 1);
-      const int64_t value_width = size_from_end(*value->tensor, 1);
       const int64_t heads = rows * width == 0 ? 0 : query->numel / (rows * width);
-      // Tiles of the weights' matrix that a causal mask leaves: the diagonal's and what is below it.
-      const int64_t tiles = ceil_div(std::max<int64_t>(rows, 1), rates.tensor_rows);
-      const double share = causal ? static_cast<double>(tiles + 1) / static_cast<double>(2 * tiles) : 1.0;
-      const double weights =
-          static_cast<double>(heads) * static_cast<double>(rows) * static_cast<double>(columns) * share;
-      const bool backward = model.kind == OperatorClass::AttentionBackward;
-      // Forward: Q K^T and P V. Backward: Q K^T again, dO V^T; dQ = dS K and dK = dS^T Q; dV = P^T dO.
-      const auto dtype = query->tensor->dtype().toScalarType();
-      const double scores = matmul_ps(heads, rows, width, columns, dtype);
-      const double values = matmul_ps(heads, rows, columns, value_width, dtype);
-      double tensor = (scores + values) * share;
-      double flops = 2 * weights * static_cast<double>(width + value_width);
-      if (backward) {
-        const double to_weights = matmul_ps(heads, rows, value_width, columns, dtype);
-        const double to_query = matmul_ps(heads, rows, columns, width, dtype);
-        const double to_key = matmul_ps(heads, columns, rows, width, dtype);
-        const double to_value = matmul_ps(heads, columns, rows, value_width, dtype);
-        tensor = (scores + to_weights + to_query + to_key + to_value) * share;
-        flops = 2 * weights * static_cast<double>(3 * width + 2 * value_width);
-      }
-      const auto count = static_cast<int64_t>(weights);
-      // Forward: maximum and rescale on VectorE, exp with running sum on ScalarE. Backward: exp again; dP - delta and its
-      // product with P on VectorE.
-      const double vector = elements_ps(rates.vector, type, backward ? 3 : 1, count);
-      const double scalar = elements_ps(rates.scalar, type, 1, count);
-      return make_cost(
-          longer(longer({Engine::Tensor, tensor}, {Engine::Vector, vector}), {Engine::Scalar, scalar}),
-          hbm(bytes),
-          bytes,
-          flops);
+      work.sizes = {heads, rows, size_from_end(*key->tensor, 2), width, size_from_end(*value->tensor, 1)};
+      work.operand = query->tensor->dtype().toScalarType();
+      work.causal = causal;
+      return work;
     }
     case OperatorClass::Convolution:
     case OperatorClass::ConvolutionBackward: {
@@ -482,22 +476,17 @@ OperatorCost price(const OperatorModel& model, const Traffic& traffic, bool caus
       const int64_t out_channels = weight->tensor->sizes()[0];
       const int64_t groups = std::max<int64_t>(1, input->tensor->sizes()[1] / weight->tensor->sizes()[1]);
       const int64_t places = output->numel() / out_channels;
-      Product product{groups, ceil_div(out_channels, groups), weight->numel / out_channels, places};
-      const auto dtype = input->tensor->dtype().toScalarType();
-      double ps = matmul_ps(product.batch, product.m, product.k, product.n, dtype);
-      double flops = product.flops();
-      if (backward) { // one for the input's gradient, one for the weights'
-        ps = matmul_ps(product.batch, product.k, product.m, product.n, dtype) +
-            matmul_ps(product.batch, product.m, product.n, product.k, dtype);
-        flops *= 2;
-      }
-      return make_cost({Engine::Tensor, ps}, hbm(bytes), bytes, flops);
+      work.sizes = {groups, ceil_div(out_channels, groups), weight->numel / out_channels, places};
+      work.operand = input->tensor->dtype().toScalarType();
+      return work;
     }
     case OperatorClass::Gather: {
       // Only the rows that are taken are read, not the table, which is the first argument.
       const auto* table = traffic.argument(0);
-      const int64_t moved = bytes - (table != nullptr ? table->bytes : 0) + traffic.written_bytes_;
-      return make_cost({Engine::GpSimd, elements_ps(rates.gpsimd, type, 1, traffic.written_numel_)}, hbm(moved), moved);
+      work.bytes += traffic.written_bytes_ - (table != nullptr ? table->bytes : 0);
+      work.elements = traffic.written_numel_;
+      work.gpsimd_passes = 1;
+      return work;
     }
     case OperatorClass::Scatter: {
       // The rows given are read, and read and written where they go; a table that is made is written once more.
@@ -517,42 +506,166 @@ OperatorCost price(const OperatorModel& model, const Traffic& traffic, bool caus
           moved += argument.bytes;
         }
       }
-      moved += 2 * given_bytes;
-      return make_cost({Engine::GpSimd, elements_ps(rates.gpsimd, type, 1, given)}, hbm(moved), moved);
+      work.bytes = moved + 2 * given_bytes;
+      work.elements = given;
+      work.gpsimd_passes = 1;
+      return work;
     }
     case OperatorClass::Sort: {
       const auto* keys = traffic.argument(0);
       const int64_t row = keys != nullptr && !keys->tensor->sizes().empty() ? keys->tensor->sizes().back() : 1;
       // A merge sort: a pass for each doubling of a row.
-      const double passes = std::max(1.0, std::ceil(std::log2(static_cast<double>(std::max<int64_t>(row, 2)))));
-      return make_cost({Engine::GpSimd, elements_ps(rates.gpsimd, type, passes, elements)}, hbm(bytes), bytes);
+      const double doublings = std::ceil(std::log2(static_cast<double>(std::max<int64_t>(row, 2))));
+      work.gpsimd_passes = static_cast<float>(std::max(1.0, doublings));
+      return work;
     }
     case OperatorClass::Copy:
-      return price_copy(read_bytes, traffic.written_bytes_);
+      work.bytes = read_bytes + traffic.written_bytes_;
+      work.longer_bytes = std::max(read_bytes, traffic.written_bytes_);
+      return work;
     case OperatorClass::Fill: {
       const bool drawn = model.gpsimd_passes > 0;
-      const double ps = drawn ? elements_ps(rates.gpsimd, type, model.gpsimd_passes, traffic.written_numel_)
-                              : elements_ps(rates.vector, type, 1, traffic.written_numel_);
+      work.gpsimd_passes = drawn ? model.gpsimd_passes : 0;
+      work.vector_passes = drawn ? 0 : 1;
+      work.elements = traffic.written_numel_;
+      work.bytes = traffic.written_bytes_;
+      return work;
+    }
+    case OperatorClass::Elementwise:
+    case OperatorClass::HostCopy:
+    case OperatorClass::Stated:
+      break;
+  }
+  // Elementwise, or a call that lacks the arguments of its class.
+  work.kind = OperatorClass::Elementwise;
+  // N cycles for a tile of N columns, 2 N with two inputs (NKI performance guide); more inputs, more instructions.
+  work.vector_passes = model.vector_passes;
+  if (work.vector_passes < 0) {
+    work.vector_passes = static_cast<float>(sources <= 1 ? 1 : 2 * (sources - 1));
+  }
+  if (C10_UNLIKELY(traffic.complex_)) {
+    work.vector_passes *= 3; // a complex product is four products and two sums where a real one is one product
+  }
+  work.scalar_passes = model.scalar_passes;
+  return work;
+}
+
+namespace {
+
+OperatorCost price_attention(const OperatorWork& work, const ChipRates& rates, double hbm_ps) {
+  const auto [heads, rows, columns, width, value_width] = work.sizes;
+  const auto product = [&, heads = heads](int64_t m, int64_t k, int64_t n) {
+    return product_ps(rates, heads, m, k, n, work.operand);
+  };
+  // Tiles of the weights' matrix that a causal mask leaves: the diagonal's and what is below it.
+  const int64_t tiles = ceil_div(std::max<int64_t>(rows, 1), rates.tensor_rows);
+  const double share = work.causal ? static_cast<double>(tiles + 1) / static_cast<double>(2 * tiles) : 1.0;
+  const double weights = static_cast<double>(heads) * static_cast<double>(rows) * static_cast<double>(columns) * share;
+  const bool backward = work.kind == OperatorClass::AttentionBackward;
+  // Forward: Q K^T and P V. Backward: Q K^T again, dO V^T; dQ = dS K and dK = dS^T Q; dV = P^T dO.
+  const double scores = product(rows, width, columns);
+  const double values = product(rows, columns, value_width);
+  double tensor = (scores + values) * share;
+  double flops = 2 * weights * static_cast<double>(width + value_width);
+  if (backward) {
+    const double to_weights = product(rows, value_width, columns);
+    const double to_query = product(rows, columns, width);
+    const double to_key = product(columns, rows, width);
+    const double to_value = product(columns, rows, value_width);
+    tensor = (scores + to_weights + to_query + to_key + to_value) * share;
+    flops = 2 * weights * static_cast<double>(3 * width + 2 * value_width);
+  }
+  const auto count = static_cast<int64_t>(weights);
+  // Forward: maximum and rescale on VectorE, exp with running sum on ScalarE. Backward: exp again; dP - delta and its
+  // product with P on VectorE.
+  const double vector = elements_ps(rates.vector, work.type, backward ? 3 : 1, count);
+  const double scalar = elements_ps(rates.scalar, work.type, 1, count);
+  return make_cost(
+      longer(longer({Engine::Tensor, tensor}, {Engine::Vector, vector}), {Engine::Scalar, scalar}),
+      hbm_ps,
+      work.bytes,
+      flops);
+}
+
+OperatorCost price_kind(const OperatorWork& work, const ChipRates& rates) {
+  const double hbm_ps = static_cast<double>(work.bytes) * rates.hbm_ps_per_byte;
+  const auto [batch, m, k, n, _] = work.sizes;
+  const Product product{batch, m, k, n};
+  switch (work.kind) {
+    case OperatorClass::Matmul: {
+      const double ps = product_ps(rates, batch, m, k, n, work.operand);
       return make_cost(
-          {drawn ? Engine::GpSimd : Engine::Vector, ps}, hbm(traffic.written_bytes_), traffic.written_bytes_);
+          {Engine::Tensor, ps * work.products},
+          hbm_ps,
+          work.bytes,
+          product.flops() * static_cast<double>(work.products));
+    }
+    case OperatorClass::Attention:
+    case OperatorClass::AttentionBackward:
+      return price_attention(work, rates, hbm_ps);
+    case OperatorClass::Convolution:
+      return make_cost(
+          {Engine::Tensor, product_ps(rates, batch, m, k, n, work.operand)}, hbm_ps, work.bytes, product.flops());
+    case OperatorClass::ConvolutionBackward: {
+      // One for the input's gradient, one for the weights'.
+      const double ps =
+          product_ps(rates, batch, k, m, n, work.operand) + product_ps(rates, batch, m, n, k, work.operand);
+      return make_cost({Engine::Tensor, ps}, hbm_ps, work.bytes, 2 * product.flops());
+    }
+    case OperatorClass::Gather:
+    case OperatorClass::Scatter:
+    case OperatorClass::Sort:
+      return make_cost(
+          {Engine::GpSimd, elements_ps(rates.gpsimd, work.type, work.gpsimd_passes, work.elements)},
+          hbm_ps,
+          work.bytes);
+    case OperatorClass::Copy: {
+      const auto start = static_cast<double>(rates.dma_start_ps);
+      const double dma = start + static_cast<double>(work.longer_bytes) * rates.dma_ps_per_byte;
+      return make_cost({Engine::Dma, dma}, start + hbm_ps, work.bytes);
+    }
+    case OperatorClass::HostCopy: {
+      const double ps =
+          static_cast<double>(rates.dma_start_ps) + static_cast<double>(work.bytes) * rates.host_ps_per_byte;
+      return make_cost({Engine::Dma, ps}, 0, work.bytes);
+    }
+    case OperatorClass::Fill: {
+      const bool drawn = work.gpsimd_passes > 0;
+      const double ps = drawn ? elements_ps(rates.gpsimd, work.type, work.gpsimd_passes, work.elements)
+                              : elements_ps(rates.vector, work.type, 1, work.elements);
+      return make_cost({drawn ? Engine::GpSimd : Engine::Vector, ps}, hbm_ps, work.bytes);
+    }
+    case OperatorClass::Stated: {
+      const double tensor = product.flops() > 0 ? product_ps(rates, batch, m, k, n, work.operand) : 0;
+      const auto passes = [&](const auto& engine, float count) {
+        return count > 0 ? elements_ps(engine, work.type, count, work.elements) : 0;
+      };
+      const EngineTime vector{Engine::Vector, passes(rates.vector, work.vector_passes)};
+      const EngineTime scalar{Engine::Scalar, passes(rates.scalar, work.scalar_passes)};
+      const EngineTime gpsimd{Engine::GpSimd, passes(rates.gpsimd, work.gpsimd_passes)};
+      return make_cost(
+          longer(longer({Engine::Tensor, tensor}, vector), longer(scalar, gpsimd)),
+          hbm_ps,
+          work.bytes,
+          product.flops());
     }
     case OperatorClass::Elementwise:
       break;
   }
-  // N cycles for a tile of N columns, 2 N with two inputs (NKI performance guide); more inputs, more instructions.
-  double vector = model.vector_passes;
-  if (vector < 0) {
-    vector = sources <= 1 ? 1 : 2 * (sources - 1);
-  }
-  if (C10_UNLIKELY(traffic.complex_)) {
-    vector *= 3; // a complex product is four products and two sums where a real one is one product
-  }
   return make_cost(
       longer(
-          {Engine::Vector, elements_ps(rates.vector, type, vector, elements)},
-          {Engine::Scalar, elements_ps(rates.scalar, type, model.scalar_passes, elements)}),
-      hbm(bytes),
-      bytes);
+          {Engine::Vector, elements_ps(rates.vector, work.type, work.vector_passes, work.elements)},
+          {Engine::Scalar, elements_ps(rates.scalar, work.type, work.scalar_passes, work.elements)}),
+      hbm_ps,
+      work.bytes);
+}
+
+} // namespace
+
+OperatorCost price(const OperatorWork& work, const ChipRates& rates) {
+  OperatorCost cost = price_kind(work, rates);
+  cost.work = work;
+  return cost;
 }
 
 } // namespace trn

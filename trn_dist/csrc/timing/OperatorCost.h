@@ -5,29 +5,16 @@
 // [Note: Pricing]
 // An operator's model (which engine, how many passes over the elements, which arguments make the matrix product) is looked
 // up by its name once and kept beside what the fallback knows of it. During a call the fallback feeds every tensor it
-// touches into a Traffic, whose sums price() then turns into picoseconds. docs/virtual-time.md has the formulas and where
-// they come from.
+// touches into a Traffic, whose sums work_of() turns into an OperatorWork and price() into picoseconds.
+// docs/virtual-time.md has the formulas and where they come from.
 
+#include "timing/OperatorWork.h"
 #include "timing/VirtualClock.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
 namespace trn {
-
-enum class OperatorClass : uint8_t {
-  Elementwise, // passes on VectorE and ScalarE, which work on tiles one after the other and so at the same time
-  Matmul,
-  Attention,
-  AttentionBackward,
-  Convolution,
-  ConvolutionBackward,
-  Gather, // reads rows of a table
-  Scatter, // writes, or adds to, rows of a table
-  Sort,
-  Copy, // by DMA
-  Fill, // writes only
-};
 
 struct OperatorModel {
   OperatorClass kind = OperatorClass::Elementwise;
@@ -65,7 +52,7 @@ class Traffic {
   }
 
  private:
-  friend OperatorCost price(const OperatorModel& model, const Traffic& traffic, bool causal);
+  friend OperatorWork work_of(const OperatorModel& model, const Traffic& traffic, bool causal);
   struct Argument {
     int index = -1;
     int64_t numel = 0; // of all tensors of a list
@@ -85,11 +72,20 @@ class Traffic {
   c10::ScalarType slowest_ = c10::ScalarType::Undefined; // of 4 bytes, if there is one
 };
 
-OperatorCost price(const OperatorModel& model, const Traffic& traffic, bool causal);
+OperatorWork work_of(const OperatorModel& model, const Traffic& traffic, bool causal);
+inline OperatorCost price(const OperatorModel& model, const Traffic& traffic, bool causal) {
+  return price(work_of(model, traffic, causal), chip_rates());
+}
 
 // Copies between tensors, and between device and host.
 OperatorCost price_copy(int64_t bytes_read, int64_t bytes_written);
 OperatorCost price_host_copy(int64_t nbytes);
+// Copies from or to memory of another rank, at `address` in this process.
+OperatorCost price_peer_copy(const void* address, int64_t bytes_read, int64_t bytes_written);
+// How long bytes take on the link to the rank whose memory lies at an address; 0 where that is unknown. Set by the symmetric
+// memory (c10d/SymmetricMemoryNeuron.h).
+using LinkTime = Picoseconds (*)(const void* address, int64_t nbytes);
+void set_link_time(LinkTime function);
 
 // Time of the matrix engines of a logical core for `batch` products [m, k] x [k, n]: the systolic array takes the
 // stationary operand in tiles of rows x columns and streams at least 64 rows of the other past each; the better of both

@@ -3,7 +3,11 @@
 #include "device/Device.h"
 #include "device/Ledger.h"
 #include "device/Stream.h"
+#include "timing/Clocks.h"
+#include "timing/CompiledRegion.h"
 #include "timing/Trace.h"
+
+#include <c10/util/ApproximateClock.h>
 
 #include <pthread.h>
 #include <sys/syscall.h>
@@ -18,90 +22,12 @@
 
 namespace trn {
 
+thread_local int UntimedScope::depth_ = 0;
+
 namespace {
 
-// When one engine is taken: stretches in order of time, the last that ended before the host's time dropped, for whatever
-// is launched later starts later.
-class Occupancy {
- public:
-  // Takes the first free stretch of `length` at or after `earliest`; returns its start. `now`: nothing will be asked for
-  // before.
-  Picoseconds take(Picoseconds earliest, Picoseconds length, Picoseconds now) {
-    if (C10_LIKELY(first_ == taken_.size() || taken_.back().end <= earliest)) {
-      append(earliest, length, now);
-      return earliest;
-    }
-    // Backwards to the first stretch that ends after `earliest`, then forwards to a hole that is wide enough.
-    size_t i = taken_.size();
-    while (i > first_ && taken_[i - 1].end > earliest) {
-      --i;
-    }
-    Picoseconds start = earliest;
-    for (; i < taken_.size() && taken_[i].start < start + length; ++i) {
-      start = std::max(start, taken_[i].end);
-    }
-    if (i == taken_.size()) {
-      append(start, length, now);
-    } else if (length > 0) {
-      taken_.insert(taken_.begin() + static_cast<std::ptrdiff_t>(i), {start, start + length});
-    }
-    return start;
-  }
-
- private:
-  struct Stretch {
-    Picoseconds start;
-    Picoseconds end;
-  };
-
-  void append(Picoseconds start, Picoseconds length, Picoseconds now) {
-    if (length == 0) {
-      return;
-    }
-    while (first_ < taken_.size() && taken_[first_].end <= now) {
-      ++first_;
-    }
-    if (first_ > 64 && first_ > taken_.size() / 2) {
-      taken_.erase(taken_.begin(), taken_.begin() + static_cast<std::ptrdiff_t>(first_));
-      first_ = 0;
-    }
-    if (first_ < taken_.size() && taken_.back().end == start) {
-      taken_.back().end += length;
-    } else {
-      taken_.push_back({start, start + length});
-    }
-  }
-
-  std::vector<Stretch> taken_;
-  size_t first_ = 0; // stretches before it are over
-};
-
-struct DeviceClocks {
-  std::vector<Picoseconds> tails; // by stream id
-  std::array<Occupancy, kEngines> engines;
-
-  Picoseconds& tail(c10::StreamId stream) {
-    const auto index = static_cast<size_t>(stream);
-    if (C10_UNLIKELY(index >= tails.size())) {
-      tails.resize(index + 1, 0);
-    }
-    return tails[index];
-  }
-};
-
-// [Note: Whose clock]
-struct Clocks {
-  Picoseconds host = 0;
-  std::vector<DeviceClocks> devices;
-  bool shared = true; // by the main thread and autograd's
-
-  DeviceClocks& device(c10::DeviceIndex index) {
-    if (C10_UNLIKELY(static_cast<size_t>(index) >= devices.size())) {
-      devices.resize(static_cast<size_t>(index) + 1);
-    }
-    return devices[static_cast<size_t>(index)];
-  }
-};
+thread_local int compiled_depth = 0;
+thread_local bool compiled_launched = false; // the outermost region has launched its program
 
 // Records of a step that are kept; then they are summed up as far as nothing can come before.
 constexpr size_t kRecordsKept = 1 << 17;
@@ -110,14 +36,18 @@ constexpr size_t kRecordsKept = 1 << 17;
 constexpr size_t kTraceKept = 1 << 16;
 std::atomic<bool> trace_full{false};
 
+std::atomic<bool> profiling{false};
+thread_local std::vector<int32_t> tls_correlations;
+
 struct VirtualTime {
   std::mutex mutex; // of everything below, and of all clocks
   Clocks main;
-  std::vector<Record> records; // of the step that goes on, and what reaches into it
+  StepAccount account; // of the step that goes on
   std::vector<Record> trace;
   bool tracing = false;
-  StepTimes step; // of the part of the present step that is summed up already
+  std::vector<ProfiledRecord> profile;
   size_t sum_up_at = kRecordsKept;
+  std::unique_ptr<Program> program; // being recorded, or none
   std::string irreproducible;
 };
 
@@ -160,18 +90,17 @@ void mark_irreproducible_locked(const std::string& reason) {
   }
 }
 
-// Adds what lies before `end` to the present step and drops its records.
-void sum_up(Picoseconds end, bool host_at_end) {
-  VirtualTime& time = virtual_time();
-  if (end <= time.step.end) {
-    return;
-  }
-  append(time.step, account(time.records, time.step.end, end, host_at_end));
-  std::erase_if(time.records, [&](const Record& record) { return record.end <= end; });
+// The program that is being recorded, if the calling thread's clocks are its. With the lock held.
+Program* program_of(const Clocks& mine) {
+  return C10_UNLIKELY(virtual_time().program != nullptr) && mine.shared ? virtual_time().program.get() : nullptr;
 }
 
-void add_record(Record&& record) {
+// `site`: of a collective, which is entered long after its launch; an operator's is here and now.
+void add_record(Record&& record, const LaunchSite* site = nullptr) {
   VirtualTime& time = virtual_time();
+  if (C10_UNLIKELY(profiling.load(std::memory_order_relaxed))) {
+    time.profile.push_back({record, site != nullptr ? *site : launch_site()});
+  }
   if (C10_UNLIKELY(time.tracing)) {
     if (record.activity == Activity::Operator) {
       record.memory_bytes =
@@ -182,97 +111,138 @@ void add_record(Record&& record) {
       trace_full.store(true, std::memory_order_relaxed);
     }
   }
-  time.records.push_back(std::move(record));
-  if (C10_UNLIKELY(time.records.size() >= time.sum_up_at)) {
-    sum_up(time.main.host, /*host_at_end=*/false);
-    time.sum_up_at = std::max(kRecordsKept, 2 * time.records.size());
+  time.account.add(std::move(record));
+  if (C10_UNLIKELY(time.account.size() >= time.sum_up_at)) {
+    time.account.sum_up(time.main.host, /*host_at_end=*/false);
+    time.sum_up_at = std::max(kRecordsKept, 2 * time.account.size());
   }
 }
 
 void host_wait_locked(Clocks& mine, Picoseconds until) {
-  if (until <= mine.host) {
-    return;
+  std::optional<Record> record = mine.host_wait(until);
+  if (record.has_value() && mine.shared) {
+    add_record(std::move(*record));
   }
-  if (mine.shared) {
-    Record record;
-    record.activity = Activity::HostWait;
-    record.start = record.ready = mine.host;
-    record.end = until;
-    add_record(std::move(record));
-  }
-  mine.host = until;
 }
 
 } // namespace
 
+CompiledRegion::CompiledRegion() {
+  ++compiled_depth;
+}
+
+CompiledRegion::~CompiledRegion() {
+  if (--compiled_depth == 0) {
+    compiled_launched = false;
+  }
+}
+
+bool CompiledRegion::continues() {
+  return compiled_depth > 0 && std::exchange(compiled_launched, true);
+}
+
 Picoseconds launch(c10::DeviceIndex device, uint32_t name, const OperatorCost& cost) {
   const ChipRates& rates = chip_rates();
   const c10::StreamId stream = current_stream(device).id();
+  if (C10_UNLIKELY(UntimedScope::active())) {
+    return stream_time(current_stream(device));
+  }
   if (C10_UNLIKELY(trace_full.load(std::memory_order_relaxed))) {
     flush_trace();
   }
   std::lock_guard<std::mutex> guard(virtual_time().mutex);
   Clocks& mine = clocks();
-  DeviceClocks& on_device = mine.device(device);
-  mine.host += rates.host_operator_ps;
-  Picoseconds& tail = on_device.tail(stream);
-  const Picoseconds enqueued = std::max(mine.host, tail);
-  // The engine is taken from its start on, not during the launch.
-  const Picoseconds begin = on_device.engines[static_cast<size_t>(cost.engine)].take(
-      enqueued + rates.device_operator_ps, cost.time, mine.host);
-  const Picoseconds start = begin - rates.device_operator_ps;
-  tail = begin + cost.time;
+  const bool launched = CompiledRegion::continues();
+  Record record = mine.launch(device, stream, name, cost, launched, rates);
+  const Picoseconds end = record.end;
   if (C10_UNLIKELY(!mine.shared)) {
     mark_irreproducible_locked("an operator was launched by a thread that is neither the main thread nor autograd's");
-    return tail;
+    return end;
   }
-  Record record;
-  record.start = start;
-  record.ready = begin;
-  record.end = tail;
-  record.bytes = cost.bytes;
-  record.flops = cost.flops;
-  record.name = name;
-  record.stream = static_cast<int32_t>(stream);
-  record.device = device;
-  record.engine = cost.engine;
-  record.host_bound = start == mine.host;
-  record.hbm_bound = cost.hbm_bound;
+  if (Program* program = program_of(mine)) {
+    program->launch(device, stream, name, cost.work, launched);
+  }
   add_record(std::move(record));
-  return tail;
+  return end;
+}
+
+Origin last_launch() {
+  std::lock_guard<std::mutex> guard(virtual_time().mutex);
+  const Program* program = program_of(clocks());
+  return program == nullptr ? Origin{} : Origin{Origin::Launch, program->launches() - 1};
 }
 
 Picoseconds stream_time(c10::Stream stream) {
   std::lock_guard<std::mutex> guard(virtual_time().mutex);
+  return clocks().stream_time(stream.device_index(), stream.id());
+}
+
+Moment record_moment(c10::Stream stream) {
+  std::lock_guard<std::mutex> guard(virtual_time().mutex);
   Clocks& mine = clocks();
-  return std::max(mine.host, mine.device(stream.device_index()).tail(stream.id()));
+  Moment moment;
+  moment.time = mine.stream_time(stream.device_index(), stream.id());
+  if (Program* program = program_of(mine)) {
+    moment.origin = {Origin::Moment, program->moment(stream.device_index(), stream.id())};
+  }
+  return moment;
 }
 
-void stream_wait(c10::Stream stream, Picoseconds time) {
+void moment_after(const Origin& moment, const Origin& transfer) {
   std::lock_guard<std::mutex> guard(virtual_time().mutex);
-  Picoseconds& tail = clocks().device(stream.device_index()).tail(stream.id());
-  tail = std::max(tail, time);
+  if (Program* program = program_of(clocks()); program != nullptr && moment.kind == Origin::Moment) {
+    if (transfer.index < 0) {
+      program->cannot_replay("an event comes after a collective that another thread began");
+      return;
+    }
+    program->act(Action::RecordAfter, 0, static_cast<c10::StreamId>(moment.index), transfer.index);
+  }
 }
 
-void host_wait(Picoseconds time) {
+void stream_wait(c10::Stream stream, Picoseconds time, Origin origin) {
   std::lock_guard<std::mutex> guard(virtual_time().mutex);
-  host_wait_locked(clocks(), time);
+  Clocks& mine = clocks();
+  if (Program* program = program_of(mine); program != nullptr && time > 0) {
+    program->wait(Action::StreamWait, stream.device_index(), stream.id(), origin);
+  }
+  mine.stream_wait(stream.device_index(), stream.id(), time);
+}
+
+void stream_wait_stream(c10::Stream stream, c10::Stream other) {
+  std::lock_guard<std::mutex> guard(virtual_time().mutex);
+  Clocks& mine = clocks();
+  if (Program* program = program_of(mine)) {
+    const int64_t both = (static_cast<int64_t>(other.device_index()) << 32) | other.id();
+    program->act(Action::StreamWaitStream, stream.device_index(), stream.id(), both);
+  }
+  mine.stream_wait(stream.device_index(), stream.id(), mine.stream_time(other.device_index(), other.id()));
+}
+
+void host_wait(Picoseconds time, Origin origin) {
+  std::lock_guard<std::mutex> guard(virtual_time().mutex);
+  Clocks& mine = clocks();
+  if (Program* program = program_of(mine); program != nullptr && time > 0) {
+    program->wait(Action::HostWait, 0, 0, origin);
+  }
+  host_wait_locked(mine, time);
 }
 
 void host_wait_stream(c10::Stream stream) {
   std::lock_guard<std::mutex> guard(virtual_time().mutex);
   Clocks& mine = clocks();
+  if (Program* program = program_of(mine)) {
+    program->act(Action::HostWaitStream, stream.device_index(), stream.id(), 0);
+  }
   host_wait_locked(mine, mine.device(stream.device_index()).tail(stream.id()));
 }
 
 void host_wait_device(c10::DeviceIndex device) {
   std::lock_guard<std::mutex> guard(virtual_time().mutex);
   Clocks& mine = clocks();
-  Picoseconds until = mine.host;
-  for (const Picoseconds tail : mine.device(device).tails) {
-    until = std::max(until, tail);
+  if (Program* program = program_of(mine)) {
+    program->act(Action::HostWaitDevice, device, 0, 0);
   }
-  host_wait_locked(mine, until);
+  host_wait_locked(mine, mine.device_time(device));
 }
 
 bool host_poll(Picoseconds time) {
@@ -284,7 +254,11 @@ bool host_poll(Picoseconds time) {
   }
   const Picoseconds poll_ps = chip_rates().host_poll_ps;
   std::lock_guard<std::mutex> guard(virtual_time().mutex);
-  clocks().host += poll_ps;
+  Clocks& mine = clocks();
+  if (Program* program = program_of(mine)) {
+    program->act(Action::Poll, 0, 0, 0);
+  }
+  mine.host += poll_ps;
   return false;
 }
 
@@ -293,12 +267,44 @@ Picoseconds host_time() {
   return clocks().host;
 }
 
-Picoseconds enqueue(c10::Stream stream) {
-  const Picoseconds launch_ps = chip_rates().host_operator_ps;
+EnqueuedTransfer enqueue(c10::Stream stream) {
+  const ChipRates& rates = chip_rates();
+  const bool launched = CompiledRegion::continues();
   std::lock_guard<std::mutex> guard(virtual_time().mutex);
   Clocks& mine = clocks();
-  mine.host += launch_ps;
-  return std::max(mine.host, mine.device(stream.device_index()).tail(stream.id()));
+  EnqueuedTransfer enqueued;
+  enqueued.ready = mine.enqueue(stream.device_index(), stream.id(), launched, rates);
+  if (Program* program = program_of(mine)) {
+    enqueued.transfer = program->enqueue(stream.device_index(), stream.id(), launched);
+  }
+  return enqueued;
+}
+
+void describe_transfer(int64_t transfer, RecordedTransfer description) {
+  std::lock_guard<std::mutex> guard(virtual_time().mutex);
+  if (transfer >= 0 && virtual_time().program != nullptr) {
+    virtual_time().program->describe(transfer, std::move(description));
+  }
+}
+
+bool recording_program() {
+  std::lock_guard<std::mutex> guard(virtual_time().mutex);
+  return virtual_time().program != nullptr;
+}
+
+void start_program() {
+  std::lock_guard<std::mutex> guard(virtual_time().mutex);
+  VirtualTime& time = virtual_time();
+  TORCH_CHECK(time.program == nullptr, "neuron: the program is being recorded already");
+  TORCH_CHECK(
+      time.main.host == 0, "neuron: a program is recorded from its first operator on, and some have been launched");
+  time.program = std::make_unique<Program>();
+}
+
+Program program_so_far() {
+  std::lock_guard<std::mutex> guard(virtual_time().mutex);
+  TORCH_CHECK(virtual_time().program != nullptr, "neuron: no program is being recorded");
+  return *virtual_time().program;
 }
 
 void record_collective(
@@ -307,10 +313,15 @@ void record_collective(
     GroupName group,
     uint64_t sequence,
     int64_t bytes,
-    Transfer times) {
+    Transfer times,
+    const LaunchSite& site,
+    int64_t transfer) {
   std::lock_guard<std::mutex> guard(virtual_time().mutex);
   if (!clocks().shared) {
     return;
+  }
+  if (Program* program = program_of(clocks()); program != nullptr && transfer >= 0) {
+    program->act(Action::Enter, 0, 0, transfer);
   }
   Record record;
   record.activity = Activity::Collective;
@@ -324,7 +335,7 @@ void record_collective(
   record.first_rank = group.first_rank;
   record.stream = static_cast<int32_t>(stream.id());
   record.device = stream.device_index();
-  add_record(std::move(record));
+  add_record(std::move(record), &site);
 }
 
 void mark_irreproducible(const std::string& reason) {
@@ -343,11 +354,52 @@ StepTimes mark_step() {
   std::lock_guard<std::mutex> guard(time.mutex);
   Clocks& mine = clocks();
   TORCH_CHECK(mine.shared, "neuron: a step ends on the main thread, not on a thread of its own clock");
+  if (Program* program = program_of(mine)) {
+    program->act(Action::MarkStep, stream.device_index(), stream.id(), 0);
+  }
   const Picoseconds tail = mine.device(stream.device_index()).tail(stream.id());
-  sum_up(std::max(mine.host, tail), /*host_at_end=*/mine.host >= tail);
-  StepTimes next;
-  next.start = next.end = time.step.end;
-  return std::exchange(time.step, std::move(next));
+  time.account.sum_up(std::max(mine.host, tail), /*host_at_end=*/mine.host >= tail);
+  return time.account.next_step();
+}
+
+StepTimes times_so_far() {
+  VirtualTime& time = virtual_time();
+  std::lock_guard<std::mutex> guard(time.mutex);
+  return time.account.so_far(time.main.host);
+}
+
+LaunchSite launch_site() {
+  if (C10_LIKELY(!profiling.load(std::memory_order_relaxed))) {
+    return {};
+  }
+  LaunchSite site;
+  site.host_ns = c10::getTime();
+  site.correlation = tls_correlations.empty() ? 0 : tls_correlations.back();
+  site.thread = static_cast<int32_t>(syscall(SYS_gettid));
+  return site;
+}
+
+Picoseconds start_profile() {
+  std::lock_guard<std::mutex> guard(virtual_time().mutex);
+  virtual_time().profile.clear();
+  profiling.store(true, std::memory_order_relaxed);
+  return clocks().host;
+}
+
+std::vector<ProfiledRecord> stop_profile() {
+  std::lock_guard<std::mutex> guard(virtual_time().mutex);
+  profiling.store(false, std::memory_order_relaxed);
+  return std::exchange(virtual_time().profile, {});
+}
+
+void push_correlation(int32_t id) {
+  tls_correlations.push_back(id);
+}
+
+void pop_correlation() {
+  if (!tls_correlations.empty()) { // the operator began before the profile
+    tls_correlations.pop_back();
+  }
 }
 
 void set_tracing(bool on) {

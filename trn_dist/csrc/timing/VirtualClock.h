@@ -18,6 +18,8 @@
 // Called by the operator fallback, the native operators, the guard (streams, events) and the process group.
 
 #include "timing/Journal.h"
+#include "timing/OperatorWork.h"
+#include "timing/Program.h"
 
 #include <c10/core/Stream.h>
 
@@ -27,30 +29,64 @@
 
 namespace trn {
 
-// What an operator takes, as OperatorCost tells it.
-struct OperatorCost {
-  Engine engine = Engine::Vector;
-  Picoseconds time = 0; // on the device, without the launch
-  bool hbm_bound = false;
-  int64_t bytes = 0; // of HBM traffic
-  double flops = 0; // of the matrix engine
-};
-
 // Launches an operator on the current stream of `device`; returns when it is done.
 Picoseconds launch(c10::DeviceIndex device, uint32_t name, const OperatorCost& cost);
 
-// When something that is enqueued on the stream now can start: what an event records.
+// While one of these lives, operators of the calling thread take no virtual time: what they stand for is launched apart.
+class UntimedScope {
+ public:
+  UntimedScope() {
+    ++depth_;
+  }
+  ~UntimedScope() {
+    --depth_;
+  }
+  UntimedScope(const UntimedScope&) = delete;
+  UntimedScope& operator=(const UntimedScope&) = delete;
+  static bool active() {
+    return depth_ > 0;
+  }
+
+ private:
+  static thread_local int depth_;
+};
+
+// The end of what the calling thread launched last, for a wait that follows at once.
+Origin last_launch();
+
+// When something that is enqueued on the stream now can start.
 Picoseconds stream_time(c10::Stream stream);
-// Nothing that the stream is given from now on starts before `time`.
-void stream_wait(c10::Stream stream, Picoseconds time);
-// The host waits until `time`.
-void host_wait(Picoseconds time);
+// The same, as an event records it.
+struct Moment {
+  Picoseconds time = 0;
+  Origin origin;
+};
+Moment record_moment(c10::Stream stream);
+// The moment comes after a transfer, too, that is not done yet.
+void moment_after(const Origin& moment, const Origin& transfer);
+// Nothing that the stream is given from now on starts before `time`, which comes from `origin`.
+void stream_wait(c10::Stream stream, Picoseconds time, Origin origin);
+// Nor before what the other stream holds is done.
+void stream_wait_stream(c10::Stream stream, c10::Stream other);
+// The host waits until `time`, which comes from `origin`.
+void host_wait(Picoseconds time, Origin origin);
 // The host waits for what the stream, or every stream of the device, holds.
 void host_wait_stream(c10::Stream stream);
 void host_wait_device(c10::DeviceIndex device);
 // Whether `time` has come for the host; an answer of no costs it the time of a poll.
 bool host_poll(Picoseconds time);
 Picoseconds host_time();
+
+// [Note: Profiles]
+// A profile draws a record beside the host's side: what launched it, and when on the host's real clock. That clock is read
+// for a profile alone, and no virtual time depends on it.
+struct LaunchSite {
+  int64_t host_ns = 0; // since the epoch
+  int32_t correlation = 0; // Kineto's id of the operator of the program; 0: none
+  int32_t thread = 0; // as the operating system numbers it
+};
+// The calling thread's, now; all zero unless a profile is being taken.
+LaunchSite launch_site();
 
 // Enters a collective or message that this rank was part of: ready, then [start, end).
 struct Transfer {
@@ -68,9 +104,15 @@ void record_collective(
     GroupName group,
     uint64_t sequence,
     int64_t bytes,
-    Transfer times);
+    Transfer times,
+    const LaunchSite& site,
+    int64_t transfer = -1);
 // The host launches something other than an operator on the stream; returns when that can start.
-Picoseconds enqueue(c10::Stream stream);
+struct EnqueuedTransfer {
+  Picoseconds ready = 0;
+  int64_t transfer = -1; // its number in the recorded program; -1: nobody records
+};
+EnqueuedTransfer enqueue(c10::Stream stream);
 
 // The times depend on the host's scheduling from now on, because of `reason`.
 void mark_irreproducible(const std::string& reason);
@@ -80,6 +122,22 @@ std::string irreproducible_reason();
 // Ends the step that began at the previous mark (or at time 0): the step ends when the host and the current stream of the
 // calling thread's device are both done.
 StepTimes mark_step();
+
+// How this rank has spent its time from 0 to where its host stands now. For onlookers: any thread may ask, and no time
+// depends on it.
+StepTimes times_so_far();
+
+// [Note: Profiles]
+struct ProfiledRecord {
+  Record record;
+  LaunchSite site;
+};
+// Returns the host's virtual time.
+Picoseconds start_profile();
+std::vector<ProfiledRecord> stop_profile();
+// The operator of the program that the calling thread is in, from one to the next inner one.
+void push_correlation(int32_t id);
+void pop_correlation();
 
 // Keeps the records of all steps for take_trace().
 void set_tracing(bool on);
