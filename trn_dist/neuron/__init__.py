@@ -7,6 +7,7 @@ Names, arguments and statistics keys are those of ``torch.cuda`` and ``torch.acc
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from trn_dist import _C
 from trn_dist.neuron import memory as memory
 from trn_dist.neuron.device import DeviceProperties as DeviceProperties
+from trn_dist.neuron.device import claim_named_cores as _claim_named_cores
 from trn_dist.neuron.device import current_device as current_device
 from trn_dist.neuron.device import device as device
 from trn_dist.neuron.device import device_count as device_count
@@ -67,6 +69,8 @@ from trn_dist.neuron.memory import (
 from trn_dist.neuron.memory import (
     set_per_process_memory_fraction as set_per_process_memory_fraction,
 )
+from trn_dist.neuron.operator_cost import OperatorCost as OperatorCost
+from trn_dist.neuron.operator_cost import register_operator_cost as register_operator_cost
 from trn_dist.neuron.random import _get_generator as _get_generator
 from trn_dist.neuron.random import get_rng_state as get_rng_state
 from trn_dist.neuron.random import get_rng_state_all as get_rng_state_all
@@ -77,6 +81,8 @@ from trn_dist.neuron.random import seed as seed
 from trn_dist.neuron.random import seed_all as seed_all
 from trn_dist.neuron.random import set_rng_state as set_rng_state
 from trn_dist.neuron.random import set_rng_state_all as set_rng_state_all
+from trn_dist.neuron.replicas import ReplicaDivergenceError as ReplicaDivergenceError
+from trn_dist.neuron.replicas import check_replicas as check_replicas
 from trn_dist.neuron.streams import Event as Event
 from trn_dist.neuron.streams import Stream as Stream
 from trn_dist.neuron.streams import current_stream as current_stream
@@ -87,12 +93,17 @@ from trn_dist.neuron.streams import synchronize as synchronize
 
 
 def _load_chip_rates() -> None:
-    # Late: reading the hardware's files costs time that a process without operators need not spend.
+    # At the first operator: reading the hardware's files costs time that a process without operators need not spend.
+    from trn_dist.neuron.telemetry import start as start_telemetry
     from trn_dist.timing.chip_rates import load_chip_rates
+    from trn_dist.timing.program import start_program
     from trn_dist.timing.trace import start_trace
 
+    _claim_named_cores()
     load_chip_rates()
+    start_program()
     start_trace()
+    start_telemetry()
 
 
 def _cost_rows(ranks: list[int], operation: str) -> list[tuple[int, int, int]]:
@@ -101,8 +112,15 @@ def _cost_rows(ranks: list[int], operation: str) -> list[tuple[int, int, int]]:
     return cost_rows(ranks, operation)
 
 
+def _connect_hosts(store: Any, rank: int, size: int, address: str, timeout: Any) -> Any:
+    from trn_dist.neuron.distributed import connect_hosts
+
+    return connect_hosts(store, rank, size, address, timeout)
+
+
 _C._set_chip_rates_loader(_load_chip_rates)
 _C._set_cost_table_loader(_cost_rows)
+_C._set_network_loader(_connect_hosts)
 
 
 def is_available() -> bool:
@@ -151,8 +169,16 @@ def __getattr__(name: str) -> Any:
     # The compile backend is imported when it is asked for: importing torch must not wait for it.
     if name in ("get_dynamo_metrics", "reset_dynamo_metrics"):
         return getattr(importlib.import_module("trn_dist.neuron.compile"), name)
+    if name in ("strict_mode", "chip_report"):
+        return getattr(importlib.import_module("trn_dist.neuron.chip_rules"), name)
     if name == "_initialized":  # asked by torch.utils.checkpoint before it saves the generators' states
         return _C._is_initialized()
     if name == "default_generators":
         return tuple(_C._default_generator(index) for index in range(device_count()))
     raise AttributeError(f"module 'torch.neuron' has no attribute {name!r}")
+
+
+# Checks of the whole program; nothing of them is imported unless one is asked for.
+for _module, _variable in (("sanitizer", "TRN_SANITIZE"), ("chip_rules", "TRN_STRICT"), ("faults", "TRN_FAULTS")):
+    if os.environ.get(_variable):
+        importlib.import_module(f"trn_dist.neuron.{_module}").enable_from_environment()

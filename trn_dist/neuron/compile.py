@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trn_dist import _C
 from trn_dist.neuron.random import get_rng_state, set_rng_state
 
 _MODES = (None, "default")
@@ -40,6 +41,7 @@ class _Metrics:
             self.operators = 0
             self.forward_runs = 0
             self.backward_runs = 0
+            self.fused_collectives = 0
 
     def compiled(self, graph: torch.fx.GraphModule) -> None:
         compile_id = torch._guards.CompileContext.current_compile_id()
@@ -47,6 +49,10 @@ class _Metrics:
             self.graphs += 1
             self.recompilations += bool(compile_id is not None and compile_id.frame_compile_id)
             self.operators += sum(node.op == "call_function" for node in graph.graph.nodes)
+
+    def fused(self, collectives: int) -> None:
+        with self._lock:
+            self.fused_collectives += collectives
 
     def ran(self, backward: bool) -> None:
         with self._lock:
@@ -63,7 +69,8 @@ def get_dynamo_metrics() -> dict[str, int]:
     Returns:
         ``graphs``: graphs that Dynamo handed over; ``recompilations``: those of them made again for new shapes or other
         broken guards; ``graph_breaks``: breaks that Dynamo counted, of all backends; ``operators``: calls in those
-        graphs; ``forward_runs`` and ``backward_runs``: runs of compiled graphs.
+        graphs; ``forward_runs`` and ``backward_runs``: runs of compiled graphs; ``fused_collectives``: operators in
+        them that asynchronous tensor parallelism put in the place of a collective and its matrix products.
     """
     from torch._dynamo.utils import counters
 
@@ -74,6 +81,7 @@ def get_dynamo_metrics() -> dict[str, int]:
         "operators": _metrics.operators,
         "forward_runs": _metrics.forward_runs,
         "backward_runs": _metrics.backward_runs,
+        "fused_collectives": _metrics.fused_collectives,
     }
 
 
@@ -82,13 +90,50 @@ def reset_dynamo_metrics() -> None:
     _metrics.reset()
 
 
+def _fuse_collectives(graph: torch.fx.GraphModule) -> None:
+    """Inductor's pass of asynchronous tensor parallelism, for groups whose symmetric memory is enabled.
+
+    It puts ``symm_mem::fused_*`` (:mod:`trn_dist.neuron.symmetric_memory`) in the place of an all-gather before, or a
+    reduce-scatter after, matrix products. TorchTitan switches it on by ``torch._inductor.config._micro_pipeline_tp``.
+    """
+    from torch._inductor import inductor_prims
+    from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+
+    nodes = graph.graph.nodes
+    for node in nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default  # the pass knows no other form
+    # The pass does nothing where NCCL is not built in.
+    is_nccl_available = torch.distributed.is_nccl_available
+    torch.distributed.is_nccl_available = lambda: True
+    try:
+        micro_pipeline_tp_pass(graph.graph)
+    finally:
+        torch.distributed.is_nccl_available = is_nccl_available
+    for node in list(nodes):
+        if node.target is inductor_prims.force_stride_order:  # our operators take any strides
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.graph.lint()
+    graph.recompile()
+    _metrics.fused(sum(str(node.target).startswith("symm_mem.fused_") for node in nodes))
+
+
 def _run_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], *, backward: bool) -> Callable[..., Any]:
-    """The compiled region: the graph, by eager kernels."""
+    """The compiled region: the graph, by eager kernels; on the virtual clock one launch."""
+    import torch._inductor.config
     from torch._functorch.aot_autograd import make_boxed_func
+
+    if torch._inductor.config._micro_pipeline_tp:
+        _fuse_collectives(graph)
 
     def region(*inputs: Any) -> Any:
         _metrics.ran(backward)
-        return graph.forward(*inputs)
+        program = _C._CompiledRegion()
+        try:
+            return graph.forward(*inputs)
+        finally:
+            del program
 
     return make_boxed_func(region)
 
@@ -142,24 +187,37 @@ def _check_mode(mode: str | None) -> None:
 _notice_given = False
 
 
-def _instead_of_inductor(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-    """Inductor for graphs on other devices; ours, with a notice, for those on neuron, which it has no code for."""
-    global _notice_given
-    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-    tensors += [*graph.parameters(), *graph.buffers()]
-    devices = {tensor.device.type for tensor in tensors}
-    devices |= {torch.device(d).type for node in graph.graph.nodes if (d := node.kwargs.get("device")) is not None}
-    if "neuron" not in devices:
-        from torch._inductor.compile_fx import compile_fx
+class _InsteadOfInductor:
+    """Inductor for graphs on other devices; ours, with a notice, for those on neuron, which it has no code for.
 
-        return compile_fx(graph, example_inputs, **options)
-    if not _notice_given:
-        _notice_given = True
-        warnings.warn(
-            'torch.compile(backend="inductor"): Inductor makes no code for neuron; backend "neuron" takes its place',
-            stacklevel=2,
-        )
-    return neuron(graph, example_inputs)
+    Equal for equal settings, as Inductor's own wrapper is, so that Dynamo's cache of compiled code is shared.
+    """
+
+    def __init__(self, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> None:
+        self.inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _InsteadOfInductor) and self.inductor == other.inductor
+
+    def __hash__(self) -> int:
+        return hash(_InsteadOfInductor)
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        global _notice_given
+        tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+        tensors += [*graph.parameters(), *graph.buffers()]
+        devices = {tensor.device.type for tensor in tensors}
+        devices |= {torch.device(d).type for node in graph.graph.nodes if (d := node.kwargs.get("device")) is not None}
+        if "neuron" not in devices:
+            return self.inductor(graph, example_inputs, **options)
+        if not _notice_given:
+            _notice_given = True
+            warnings.warn(
+                'torch.compile(backend="inductor"): Inductor makes no code for neuron; backend "neuron" takes its '
+                "place, without Inductor's modes and options",
+                stacklevel=2,
+            )
+        return neuron(graph, example_inputs)
 
 
 def _prepare_dynamo() -> None:
@@ -174,6 +232,34 @@ def _prepare_dynamo() -> None:
     if not supports_graphsafe_rng(torch.device("neuron")):
         register_graphsafe_rng_device_type("neuron")
     _support_replayed_draws()
+    _keep_saved_meshes_last()
+
+
+def _keep_saved_meshes_last() -> None:
+    """The generator's states of checkpointed regions go between the tensors and the opaque values that are saved.
+
+    AOTAutograd expects what a graph saves in the order tensors, opaque values (a DTensor's mesh), sizes. PyTorch 2.13
+    puts these states, which are tensors, behind the opaque values of both graphs.
+    """
+    from torch._functorch import partitioners
+
+    original: Any = partitioners.functionalize_rng_ops
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def functionalize(joint: Any, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, sizes: int) -> Any:
+        before = backward.graph.find_nodes(op="placeholder")
+        opaque = [node for node in before if "tangent" not in node.name and partitioners.is_opaque_node(node)]
+        forward, backward = original(joint, forward, backward, sizes + len(opaque))
+        if opaque:
+            for state in backward.graph.find_nodes(op="placeholder"):
+                if state not in before:
+                    opaque[0].prepend(state)
+            backward.recompile()
+        return forward, backward
+
+    partitioners.functionalize_rng_ops = functionalize  # type: ignore[assignment]
 
 
 def _support_replayed_draws() -> None:
@@ -227,8 +313,13 @@ def install() -> None:
                 raise RuntimeError(DYNAMIC_REFUSED)
             _check_mode(options.get("mode"))
             return original(model, backend=neuron, dynamic=False, **{**options, "mode": None})
-        if options.get("mode") not in _MODES or options.get("options"):
-            return original(model, backend=backend, dynamic=dynamic, **options)
-        return original(model, backend=_instead_of_inductor, dynamic=dynamic, **options)
+        mode, settings = options.pop("mode", None), dict(options.pop("options", None) or {})
+        if settings.get("use_aoti") or (
+            mode and settings
+        ):  # compiled ahead of time; a contradiction that torch refuses
+            return original(model, backend=backend, dynamic=dynamic, mode=mode, options=settings, **options)
+        kept = {name: settings.pop(name) for name in ("guard_filter_fn", "use_aoti") if name in settings}
+        backend = _InsteadOfInductor(mode, settings, dynamic)
+        return original(model, backend=backend, dynamic=dynamic, options=kept or None, **options)
 
     torch.compile = compile

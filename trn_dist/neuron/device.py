@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trn_dist import _C
 
+if TYPE_CHECKING:
+    from trn_dist.hardware import Cluster
+
 Device = torch.device | int | str | None
 
 
-def visible_cores(cores: int) -> int:
-    """How many of a node's ``cores`` logical cores this process may use.
+def visible_cores(cores: int) -> list[int]:
+    """Which of a node's ``cores`` logical cores this process may use; ``neuron:0`` is the first of them.
 
     NEURON_RT_VISIBLE_CORES says (an index, a range such as ``0-7``, or several of both between commas), else
     NEURON_RT_NUM_CORES, else all.
@@ -35,36 +38,41 @@ def visible_cores(cores: int) -> int:
             if not span or span[-1] >= cores:
                 raise ValueError(f"NEURON_RT_VISIBLE_CORES={visible!r}: {part!r} must lie in 0 to {cores - 1}")
             chosen.update(span)
-        return len(chosen)
+        return sorted(chosen)
     number = os.environ.get("NEURON_RT_NUM_CORES", "").strip() or "0"
     if not number.isdigit() or int(number) > cores:
         raise ValueError(
             f"NEURON_RT_NUM_CORES={number!r}: must be 1 to {cores}, the node's logical cores, or 0 for all"
         )
-    return int(number) or cores
+    return list(range(int(number) or cores))
+
+
+def _node() -> Cluster:
+    """The cluster that the environment names."""
+    from trn_dist.hardware.environment import named_cluster
+
+    return named_cluster()
 
 
 def read_configuration() -> dict[str, Any]:
-    """What the devices of this process are: one node of the cluster that TRN_CLUSTER names, with LNC as
-    NEURON_LOGICAL_NC_CONFIG says (1 or 2; default the chip's own). Called at the first use of a device.
-    """
-    from trn_dist.hardware.environment import named_cluster
-
-    lnc = (
-        os.environ.get("NEURON_LOGICAL_NC_CONFIG", "").strip()
-        or os.environ.get("NEURON_RT_VIRTUAL_CORE_SIZE", "").strip()
-    )
-    if lnc not in ("", "1", "2"):
-        raise ValueError(f"NEURON_LOGICAL_NC_CONFIG={lnc!r}: must be 1 or 2")
-    cluster = named_cluster(lnc=int(lnc) if lnc else None)
+    """What the devices of this process are: cores of one node. Called at the first use of a device."""
+    cluster = _node()
     policy = dataclasses.asdict(cluster.chip.allocator)
     return {
-        "device_count": visible_cores(cluster.cores_per_node),
+        "device_count": len(visible_cores(cluster.cores_per_node)),
         "hbm_bytes": cluster.chip.hbm_bytes_per_logical_core,
         "name": cluster.device_name,
         "small_limit_included": policy.pop("policy") == "cuda",
         **policy,
     }
+
+
+def claim_named_cores() -> None:
+    """Claims the cores that NEURON_RT_VISIBLE_CORES names; see :mod:`trn_dist.neuron.core_claim`."""
+    if os.environ.get("NEURON_RT_VISIBLE_CORES", "").strip():
+        from trn_dist.neuron.core_claim import claim_cores, own_cores
+
+        claim_cores(own_cores(visible_cores(_node().cores_per_node)))
 
 
 _C._set_device_config_provider(read_configuration)
@@ -117,13 +125,17 @@ class DeviceProperties:
 
     name: str
     total_memory: int
-    multi_processor_count: int = 2
+    multi_processor_count: int
 
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
     """The properties of a device; see :class:`DeviceProperties`."""
     device_index(device)
-    return DeviceProperties(name=_C._device_name(), total_memory=_C._device_hbm_bytes())
+    return DeviceProperties(
+        name=_C._device_name(),
+        total_memory=_C._device_hbm_bytes(),
+        multi_processor_count=_node().chip.physical_cores_per_logical,
+    )
 
 
 def get_device_name(device: Device = None) -> str:

@@ -7,15 +7,27 @@ What a program gets:
   tensors by NCCL and no CPU tensors.
 - ``init_process_group("neuron:neuron,cpu:gloo")`` leaves CPU tensors to Gloo.
 - Programs that name another backend are left alone, and Gloo stays the default for ``cpu``.
+- In timing mode (``TRN_TIMING_ONLY=1``) one process stands for all ranks of the job, and meets nobody.
+- Sums that do not depend on the number of ranks, on demand: :mod:`trn_dist.neuron.exact_sums`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import os
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from trn_dist.neuron import flight_record
+from trn_dist.neuron.exact_sums import accumulate_exactly as accumulate_exactly
+from trn_dist.neuron.exact_sums import exact_sums as exact_sums
+from trn_dist.neuron.exact_sums import set_exact_sums as set_exact_sums
+from trn_dist.neuron.exact_sums import set_from_environment
+from trn_dist.timing.virtual_world import timing_only
 
 if TYPE_CHECKING:
     from trn_dist import _C
@@ -23,7 +35,7 @@ if TYPE_CHECKING:
 BACKEND = "neuron"
 
 
-def _create(options: Any, backend_options: Any) -> _C.ProcessGroupNeuron:
+def _create(options: Any, backend_options: Any) -> _C.ProcessGroupNeuron | _C.ProcessGroupLone:
     """Makes one group; the signature is c10d's ``extended_api``. The options may only set what c10d sets itself."""
     from trn_dist import _C
 
@@ -31,7 +43,39 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroupNeuron:
         raise TypeError(
             f"the neuron process group takes pg_options of type ProcessGroupNeuron.Options, got {type(backend_options)}"
         )
+    if timing_only():
+        return _C._create_lone_group(options)
+    _C._set_thread_counter(_count_threads)
+    _C._set_failure_listener(flight_record.dump_on_failure)
+    flight_record.note_group()
     return _C._create_process_group(options)
+
+
+def _count_threads() -> int:
+    """How many threads of the program might call a collective: all but those known to do something else.
+
+    A rank counts as blocked for good only when this many of its threads are blocked. Threads of autograd, which Python
+    knows as dummies or not at all, act for the thread that called ``backward``.
+    """
+    return sum(
+        not isinstance(thread, threading._DummyThread)
+        and thread.name != "QueueFeederThread"  # of multiprocessing, and so of the DataLoader
+        and "_pin_memory_loop" not in thread.name
+        and not type(thread).__module__.startswith("tqdm.")
+        for thread in threading.enumerate()
+    )
+
+
+def connect_hosts(store: Any, rank: int, size: int, address: str, timeout: timedelta) -> Any:
+    """Makes the Gloo group over which the hosts of a job are connected, listening on `address` alone."""
+    from torch._C._distributed_c10d import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+    options._timeout = timeout
+    # Only send and recv are used, which Gloo carries out on its device's thread.
+    options._threads = 1
+    return ProcessGroupGloo(store, rank, size, options)
 
 
 def register_backend() -> None:
@@ -51,6 +95,12 @@ def register_backend() -> None:
         c10d.Backend.backend_capability[c10d.Backend.FAKE].append("neuron")
     _serve_unnamed_backend(c10d)
     _serve_timeouts(c10d)
+    _serve_monitored_barrier(c10d)
+    _serve_shrinking(c10d)
+    _serve_debug_level(c10d)
+    if timing_only():
+        _meet_nobody(c10d)
+    set_from_environment()
 
 
 def _serve_unnamed_backend(c10d: Any) -> None:
@@ -68,6 +118,36 @@ def _serve_unnamed_backend(c10d: Any) -> None:
         accelerator = torch._C._get_accelerator().type
         if backend == c10d.Backend.UNDEFINED and c10d.Backend.default_device_backend_map.get(accelerator) == BACKEND:
             backend = c10d.Backend(BACKEND)
+        return original(group_size, group_rank, global_ranks_in_group, backend, *args, **kwargs)
+
+    c10d._new_process_group_helper = new_process_group_helper
+
+
+def _meet_nobody(c10d: Any) -> None:
+    """Timing mode: a job's rendezvous finds nobody to wait for, and groups of other backends are refused."""
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    environment = handlers["env"]
+
+    def alone(url: str, timeout: timedelta = c10d.default_pg_timeout, **kwargs: Any) -> Any:
+        rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+        if rank is None or world_size is None:
+            yield from environment(url, timeout, **kwargs)  # which says what is missing
+            return
+        yield torch.distributed.HashStore(), int(rank), int(world_size)
+        raise RuntimeError("a group cannot meet a second time in timing mode")
+
+    handlers["env"] = alone
+    original = c10d._new_process_group_helper
+
+    @functools.wraps(original)
+    def new_process_group_helper(
+        group_size: int, group_rank: int, global_ranks_in_group: list[int], backend: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        if any(name in str(backend) for name in ("gloo", "nccl", "mpi", "ucc")):
+            raise RuntimeError(
+                f"timing mode (TRN_TIMING_ONLY): a group of backend {backend!r} would wait for ranks that do not run; "
+                f"use {BACKEND!r}, which serves CPU tensors too"
+            )
         return original(group_size, group_rank, global_ranks_in_group, backend, *args, **kwargs)
 
     c10d._new_process_group_helper = new_process_group_helper
@@ -95,3 +175,61 @@ def _serve_timeouts(c10d: Any) -> None:
             original(timeout, group)
 
     c10d._set_pg_timeout = set_pg_timeout
+
+
+def _serve_monitored_barrier(c10d: Any) -> None:
+    """Lets ``dist.monitored_barrier``, which asks for Gloo by name, work on neuron groups too."""
+    original = c10d.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        if c10d._rank_not_in_group(group) or c10d.get_backend(group) != BACKEND:
+            return original(group, timeout, wait_all_ranks)
+        if timing_only():
+            torch.distributed.barrier(group)
+            return None
+        group = group or c10d._get_default_group()
+        if timeout is None:
+            timeout = group._get_backend(torch.device("neuron")).options._timeout
+        c10d._check_valid_timeout(timeout)
+        return group.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+    c10d.monitored_barrier = torch.distributed.monitored_barrier = monitored_barrier
+
+
+def _serve_shrinking(c10d: Any) -> None:
+    """Has the group that ``dist.shrink_group`` makes serve neuron tensors: c10d knows CUDA and cpu."""
+    original = c10d._create_shrunk_process_group
+
+    @functools.wraps(original)
+    def create_shrunk_process_group(new_backend: Any, *args: Any, **kwargs: Any) -> Any:
+        from trn_dist import _C
+
+        group = original(new_backend, *args, **kwargs)
+        if isinstance(new_backend, _C.ProcessGroupNeuron):
+            kind = torch.distributed.ProcessGroup.BackendType.CUSTOM
+            for device in ("cpu", "neuron"):
+                group._register_backend(torch.device(device), kind, new_backend)
+            group._set_default_backend(kind)
+        return group
+
+    c10d._create_shrunk_process_group = create_shrunk_process_group
+
+
+def _serve_debug_level(c10d: Any) -> None:
+    """Leaves neuron groups as they are under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+
+    c10d would wrap them in a group that compares each call over a Gloo group of its own. Neuron groups compare every
+    call anyhow, and say more.
+    """
+    original = c10d._create_process_group_wrapper
+
+    @functools.wraps(original)
+    def create_process_group_wrapper(wrapped_pg: Any, *args: Any, **kwargs: Any) -> Any:
+        from trn_dist import _C
+
+        if isinstance(wrapped_pg, _C.ProcessGroupNeuron):
+            return wrapped_pg
+        return original(wrapped_pg, *args, **kwargs)
+
+    c10d._create_process_group_wrapper = create_process_group_wrapper
