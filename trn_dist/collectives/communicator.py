@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from trn_dist.collectives import algorithms
 from trn_dist.collectives.algorithms import Phase, backwards, with_accesses
-from trn_dist.collectives.cost_table import CostTable, Line, build_table
+from trn_dist.collectives.cost_table import CostTable, Line, LinkPhase, build_table
 from trn_dist.collectives.group import Layout, Ranks, sibling_groups
-from trn_dist.collectives.pricing import price
-from trn_dist.hardware import ConfigError, Topology
+from trn_dist.collectives.pricing import Price, price
+from trn_dist.hardware import ConfigError, Link, Topology
 
 OPERATIONS = (
     "all_reduce",
@@ -61,8 +61,9 @@ class Communicator:
 
     ``siblings`` are the groups that run the same collective at the same time (with or without the group itself); by
     default the groups of the mesh dimension that ``ranks`` seems to be one of. ``launch_profile`` is one of the
-    cluster's, by default the one its file names. Raises :class:`ConfigError` for ranks that the cluster does not have,
-    and from :meth:`table` :class:`RouteError` when broken links cut the group in two.
+    cluster's, by default the one its file names. ``keep_loads`` looks at every node of the group, where otherwise one
+    stands for all, and keeps in each piece of a table which links it loads. Raises :class:`ConfigError` for ranks that
+    the cluster does not have, and from :meth:`table` :class:`RouteError` when broken links cut the group in two.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Communicator:
         ranks: Sequence[int],
         siblings: Iterable[Sequence[int]] | None = None,
         launch_profile: str = "",
+        keep_loads: bool = False,
     ) -> None:
         cluster = topology.cluster
         if not ranks or len(set(ranks)) != len(ranks):
@@ -84,6 +86,9 @@ class Communicator:
         nodes = self._layout.node_teams(cluster)
         # One node stands for all, unless a link of another has a fault.
         self._nodes = list(dict.fromkeys([min(nodes), *(node for node in topology.faulty_nodes() if node in nodes)]))
+        self._keep_loads = keep_loads
+        if keep_loads:
+            self._nodes = sorted(nodes)
         self._units = list(dict.fromkeys(node // cluster.nodes_per_unit for node in self._nodes))
         groups = sibling_groups(self.ranks, cluster.world_size) if siblings is None else siblings
         self._siblings = [
@@ -259,11 +264,12 @@ class Communicator:
                 if len(own) < len(site.own):
                     break
                 others = [phases for team in site.others if len(team) > 1 and (phases := plan(team)) is not None]
-                prices.append(price(self.topology, own, others, self.launch.step_overhead_us))
+                prices.append(price(self.topology, own, others, self.launch.step_overhead_us, self._keep_loads))
             else:
                 dearest = max(prices, key=lambda p: p.ps_per_byte)
                 latency_us = max(p.latency_us for p in prices)
-                lines.append(Line(name, latency_us, dearest.ps_per_byte * stage.part, str(dearest.busiest)))
+                loads = _phases(prices, stage.part) if self._keep_loads else ()
+                lines.append(Line(name, latency_us, dearest.ps_per_byte * stage.part, str(dearest.busiest), loads))
         return lines
 
     def _unit_of(self, rank: int) -> int:
@@ -295,4 +301,18 @@ def _add(first: Segments, second: Segments) -> Segments:
 def _joined(a: Line, b: Line) -> Line:
     name = "+".join(name for name in (a.algorithm, b.algorithm) if name)
     bottleneck = a.bottleneck if a.ps_per_byte >= b.ps_per_byte and a.bottleneck else b.bottleneck
-    return Line(name, a.alpha_us + b.alpha_us, a.ps_per_byte + b.ps_per_byte, bottleneck)
+    return Line(name, a.alpha_us + b.alpha_us, a.ps_per_byte + b.ps_per_byte, bottleneck, a.phases + b.phases)
+
+
+def _phases(prices: Sequence[Price], part: float) -> tuple[LinkPhase, ...]:
+    """The phases of a stage, on the links of all its sites."""
+    phases = []
+    for number in range(max(len(site.loads) for site in prices)):
+        costs: dict[Link, float] = {}
+        for site in prices:
+            for link, ps_per_byte in site.loads[number].items() if number < len(site.loads) else ():
+                costs[link] = max(costs.get(link, 0.0), ps_per_byte)
+        slowest = max(costs.values())
+        if slowest > 0:
+            phases.append(LinkPhase(slowest * part, {link: cost / slowest for link, cost in costs.items()}))
+    return tuple(phases)

@@ -11,27 +11,40 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trn_dist.hardware import Link
+
 MIB_SHIFT = 20
+
+
+class LinkPhase(NamedTuple):
+    """A stretch of a transfer: ``ps_per_byte`` of its cost, in which it takes these parts (up to 1) of links' rates."""
+
+    ps_per_byte: float
+    loads: dict[Link, float]
 
 
 class Line(NamedTuple):
     """A straight cost: ``alpha_us`` whatever the size, ``ps_per_byte`` for each byte; ``bottleneck`` names the link
-    that sets the latter."""
+    that sets the latter. ``phases``, if they were asked for, say which links are loaded when."""
 
     algorithm: str
     alpha_us: float
     ps_per_byte: float
     bottleneck: str = ""
+    phases: tuple[LinkPhase, ...] = ()
 
 
 class CostPiece(NamedTuple):
-    """From ``from_bytes`` on (to the next piece), ``alpha_ps + bytes * beta_ps_per_mib / 2^20``, rounded down."""
+    """From ``from_bytes`` on (to the next piece), ``alpha_ps + bytes * beta_ps_per_mib / 2^20``, rounded down.
+    ``latency_ps`` of it load no link; what follows goes through ``phases``."""
 
     from_bytes: int
     algorithm: str
     alpha_ps: int
     beta_ps_per_mib: int
     bottleneck: str = ""
+    latency_ps: int = 0
+    phases: tuple[LinkPhase, ...] = ()
 
     def time_ps(self, nbytes: int) -> int:
         return self.alpha_ps + (nbytes * self.beta_ps_per_mib >> MIB_SHIFT)
@@ -90,7 +103,13 @@ def _cheapest(start: int, end: int | None, lines: list[Line]) -> list[tuple[Cost
     """The lower envelope of lines on [start, end): pieces, each with its last size (None: no end)."""
     candidates = [
         CostPiece(
-            start, line.algorithm, round(line.alpha_us * 1e6), -int(-line.ps_per_byte * 2**20 // 1), line.bottleneck
+            start,
+            line.algorithm,
+            round(line.alpha_us * 1e6),
+            -int(-line.ps_per_byte * 2**20 // 1),
+            line.bottleneck,
+            round(line.alpha_us * 1e6),
+            line.phases,
         )
         for line in lines
     ]

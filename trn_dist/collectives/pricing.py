@@ -29,10 +29,16 @@ class Price(NamedTuple):
     latency_us: float
     ps_per_byte: float
     busiest: Link | None
+    # Of each phase, the cost of a byte on every link.
+    loads: tuple[dict[Link, float], ...] = ()
 
 
 def price(
-    topology: Topology, own: list[list[Phase]], others: list[list[Phase]], step_overhead_us: float = 0.0
+    topology: Topology,
+    own: list[list[Phase]],
+    others: list[list[Phase]],
+    step_overhead_us: float = 0.0,
+    keep_loads: bool = False,
 ) -> Price:
     """The cost of the phases of ``own`` teams, phase k of all teams, own and others, being at work at the same time.
 
@@ -40,17 +46,21 @@ def price(
     """
     latency_us = ps_per_byte = dearest = 0.0
     busiest: Link | None = None
+    kept: list[dict[Link, float]] = []
     for number in range(max(map(len, own))):
         here = [phases[number] for phases in own if number < len(phases)]
         beside = [phases[number] for phases in others if number < len(phases)]
-        slowest = max((load for load in link_loads(topology, here, beside)), key=lambda load: load.ps_per_byte)
+        loads = link_loads(topology, here, beside)
+        slowest = max(loads, key=lambda load: load.ps_per_byte)
+        if keep_loads:
+            kept.append({load.link: load.ps_per_byte for load in loads})
         ps_per_byte += slowest.ps_per_byte
         if busiest is None or slowest.ps_per_byte > dearest:
             busiest, dearest = slowest.link, slowest.ps_per_byte
         steps = max(phase.steps for phase in here)
         hop_us = max(topology.route(t.source, t.target).latency_us for phase in here for t in phase.transfers)
         latency_us += steps * (hop_us + step_overhead_us)
-    return Price(latency_us, ps_per_byte, busiest)
+    return Price(latency_us, ps_per_byte, busiest, tuple(kept))
 
 
 def link_loads(topology: Topology, own: Sequence[Phase], others: Iterable[Phase] = ()) -> list[LinkLoad]:

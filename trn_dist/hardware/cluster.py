@@ -179,6 +179,10 @@ class Cluster:
     def world_size(self) -> int:
         return self.nodes * self.cores_per_node
 
+    def nodes_for(self, ranks: int) -> int:
+        """The smallest number of nodes that so many ranks (at least 1) divide evenly over."""
+        return next(n for n in range(-(-ranks // self.cores_per_node), ranks + 1) if ranks % n == 0)
+
     def placement(self, rank: int) -> Placement:
         """Rank r of a node runs on its logical core r, core by core and chip by chip, as neuron-ls numbers them."""
         if not 0 <= rank < self.world_size:

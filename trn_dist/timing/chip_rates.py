@@ -5,20 +5,50 @@ Peak rates times efficiencies, of one logical core. Called once a process, by th
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from trn_dist.faults import Fault, faults_of_environment
 from trn_dist.hardware import Chip
 from trn_dist.hardware.chip import DTYPES, ElementEngine
 
 PS_PER_US = 1_000_000
 
 
-def load_chip_rates() -> None:
-    """Gives the rates of this job's chip to the C++ side."""
+def load_chip_rates(step: int = 0) -> None:
+    """Gives the rates of this job's chip to the C++ side, slowed by the faults that hold in optimizer step ``step``."""
     from trn_dist import _C
     from trn_dist.timing.cluster import cluster
 
-    _C._set_chip_rates(chip_rates(cluster().chip))
+    rates = chip_rates(cluster().chip)
+    for fault in faults_of_environment():
+        if fault.kind == "slow_chip" and (fault.step or 0) <= step and on_own_chip(fault):
+            rates = slowed(rates, fault.factor)
+    _C._set_chip_rates(rates)
+
+
+def on_own_chip(fault: Fault) -> bool:
+    """Whether this rank is on the same chip as the rank of a fault."""
+    from trn_dist.timing.cluster import cluster_topology
+    from trn_dist.timing.collective_costs import core_of
+
+    topology = cluster_topology()
+    own, other = core_of(int(os.environ.get("RANK", "0"))), core_of(fault.rank or 0)
+    return topology.chip_of(own) == topology.chip_of(other)
+
+
+def slowed(rates: dict[str, Any], factor: float) -> dict[str, Any]:
+    """The rates of a chip that takes ``factor`` times as long for everything; the host keeps its own."""
+
+    def slower(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: slower(key, inner) for key, inner in value.items()}
+        return value * factor if isinstance(value, float) else round(value * factor) if name.endswith("_ps") else value
+
+    return {
+        name: value if name.startswith("host_") or isinstance(value, str) else slower(name, value)
+        for name, value in rates.items()
+    }
 
 
 def chip_rates(chip: Chip) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import functools
 import math
 import os
 
-from trn_dist.hardware import Cluster, ConfigError, Topology, load_cluster
+from trn_dist.faults import faults_of_environment
+from trn_dist.hardware import Cluster, ConfigError, Topology
 from trn_dist.hardware.environment import CLUSTER_VARIABLE, cluster_name, named_cluster
 
 
@@ -31,10 +32,11 @@ def cluster() -> Cluster:
         )
     nodes = math.ceil(world_size / local_world_size)
     units = math.ceil(nodes / unit.nodes_per_unit)
-    return load_cluster(name, count=units) if units > 1 else unit
+    return named_cluster(units=units) if units > 1 else unit
 
 
 @functools.cache
 def cluster_topology() -> Topology:
-    """The graph of that cluster's links."""
-    return Topology(cluster())
+    """The graph of that cluster's links, with the faults that TRN_FAULTS asks for."""
+    links = [fault.link_fault() for fault in faults_of_environment()]
+    return Topology(cluster(), [link for link in links if link is not None])

@@ -143,7 +143,8 @@ class StepTimes:
             )
         for times in self.operators[:operators]:
             lines.append(
-                f"  {times.name:<40} {times.count:6} x {times.busy_ps / PS_PER_US / max(times.count, 1):10,.2f} us, "
+                f"  {times.name:<58} {times.busy_ps / PS_PER_US:14,.1f} us, {times.count:6} x "
+                f"{times.busy_ps / PS_PER_US / max(times.count, 1):10,.2f} us, "
                 f"{100 * times.hbm_bound_ps / max(times.busy_ps, 1):3.0f} % by HBM"
             )
         return "\n".join(lines)
@@ -157,7 +158,11 @@ def mark_step() -> StepTimes:
     """
     from trn_dist import _C
 
-    raw = _C._mark_step()
+    return step_times(_C._mark_step())
+
+
+def step_times(raw: dict[str, Any]) -> StepTimes:
+    """A step as the C++ side gives it."""
     raw["groups"] = tuple(GroupTimes(**group) for group in raw["groups"])
     operators = (OperatorTimes(**operator) for operator in raw["operators"])
     raw["operators"] = tuple(sorted(operators, key=lambda operator: (-operator.busy_ps, operator.name)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from pathlib import Path
 
 TRACE_VARIABLE = "TRN_TRACE"
@@ -39,7 +40,7 @@ def start_trace(folder: str | Path | None = None, rank: int | None = None) -> Pa
     path = trace_file(Path(folder), int(os.environ.get("RANK", "0")) if rank is None else rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     _C._start_trace(str(path), int(path.stem.removeprefix("rank-")))
-    atexit.register(_C._flush_trace)
+    atexit.register(_flush_at_exit)
     return path
 
 
@@ -48,6 +49,13 @@ def flush_trace() -> None:
     from trn_dist import _C
 
     _C._flush_trace()
+
+
+def _flush_at_exit() -> None:
+    try:
+        flush_trace()
+    except RuntimeError as error:  # the disk is full
+        print(error, file=sys.stderr)
 
 
 def join_traces(folder: str | Path) -> Path:
