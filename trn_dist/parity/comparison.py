@@ -13,8 +13,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from trn_dist.parity import replicas
 from trn_dist.parity.layout import Layout, LayoutError, parse_layout
-from trn_dist.parity.perturbation import AMPLITUDE, MEMBER, read_norm_error
+from trn_dist.parity.perturbation import AMPLITUDE, DTYPE, MEMBER, read_norm_error
 from trn_dist.parity.promise import Promise, promise
 from trn_dist.parity.rounding import Bound, Sums, derive_bound
 from trn_dist.parity.run_queue import Result, RunQueue
@@ -71,6 +72,7 @@ class Comparison:
         verdicts: one for each layout but the reference and each mode, modes one after the other.
         commands: what repeats each layout's run (clipping off), as a list of words.
         sums: the last sums of a step.
+        exact_sums: whether the recipe asks for them.
     """
 
     recipe: Path
@@ -81,6 +83,7 @@ class Comparison:
     verdicts: tuple[Verdict, ...]
     commands: dict[str, list[str]]
     sums: Sums
+    exact_sums: bool = False
 
     @property
     def reference(self) -> str:
@@ -125,6 +128,7 @@ def compare(
     reference = layouts[0]
     check_layouts(recipe, layouts, overrides, steps)
     common, global_batch_size, sums = prepare_words(recipe, reference, overrides, queue, steps)
+    exact = resolve(recipe, [*common, *reference.recipe_overrides(global_batch_size)]).config.neuron.exact_sums
     modes: list[Mode] = []
     failures: list[dict[str, RunFailed]] = []
     commands: dict[str, list[str]] = {}
@@ -136,7 +140,10 @@ def compare(
         max_norm = _biting_limit(unclipped["grad_norm"]) if clipped and unclipped else math.inf
         words = [*common, "--training.max_norm", repr(max_norm)]
         label = "clipped" if clipped else "unclipped"
-        runs = {layout.text: plan_training(recipe, words, layout, global_batch_size) for layout in layouts}
+        runs = {
+            layout.text: plan_training(recipe, words, layout, global_batch_size, _replica_observer(layout))
+            for layout in layouts
+        }
         perturbed = {
             f"perturbed {member}": _perturbed(recipe, words, reference, global_batch_size, member, sums)
             for member in range(1, members + 1)
@@ -165,9 +172,11 @@ def compare(
     verdicts = [
         verdict
         for mode, failed in zip(modes, failures, strict=True)
-        for verdict in _judge_mode(mode, failed, layouts, global_batch_size, sums)
+        for verdict in _judge_mode(mode, failed, layouts, global_batch_size, sums, exact)
     ]
-    return Comparison(recipe, tuple(layouts), steps, global_batch_size, tuple(modes), tuple(verdicts), commands, sums)
+    return Comparison(
+        recipe, tuple(layouts), steps, global_batch_size, tuple(modes), tuple(verdicts), commands, sums, exact
+    )
 
 
 def common_overrides(recipe: Path, reference: Layout, overrides: Sequence[str], steps: int) -> tuple[list[str], int]:
@@ -186,7 +195,7 @@ def make_seed(recipe: Path, overrides: Sequence[str], queue: RunQueue) -> Path:
     Raises:
         ComparisonFailed: it could not be made.
     """
-    one_rank = parse_layout("cpu")
+    one_rank = parse_layout("1")
     words = [*overrides, "--training.steps", "1", "--checkpoint.enable", "--checkpoint.create_seed_checkpoint"]
     training = plan_training(recipe, words, one_rank, 1)
     _require(queue.run([("initial weights", training)]), "initial weights")
@@ -234,9 +243,14 @@ def _perturbed(
     return plan_training(recipe, words, reference, global_batch_size, _PERTURB, settings)
 
 
+def _replica_observer(layout: Layout) -> str | None:
+    """Whoever starts the ranks, and the stand-alone file, are compared as they are, without our looking in."""
+    return replicas.OBSERVER if layout.ranks > 1 and not layout.on_cpu and layout.launch is None else None
+
+
 def perturbation_settings(member: int, sums: Sums) -> tuple[tuple[str, str], ...]:
     """The environment of a perturbed run: everything moves by what a sum over the step's tokens may be off."""
-    return (MEMBER, str(member)), (AMPLITUDE, repr(sums.amplitude))
+    return (MEMBER, str(member)), (AMPLITUDE, repr(sums.amplitude)), (DTYPE, sums.dtype)
 
 
 def check_layouts(recipe: Path, layouts: Sequence[Layout], overrides: Sequence[str], steps: int) -> None:
@@ -277,6 +291,7 @@ def _judge_mode(
     layouts: Sequence[Layout],
     global_batch_size: int,
     sums: Sums,
+    exact_sums: bool,
 ) -> list[Verdict]:
     reference = layouts[0].text
     verdicts = []
@@ -294,7 +309,7 @@ def _judge_mode(
             # A layout that is wrong itself is no measure for others.
             if earlier.text in wrong:
                 continue
-            made = promise(earlier, layout, global_batch_size, mode.clipped)
+            made = promise(earlier, layout, global_batch_size, mode.clipped, exact_sums, sums.dtype)
             if made is not None and earlier.text in mode.curves:
                 promised.append((earlier.text, mode.curves[earlier.text], made))
         base = (reference, mode.curves[reference])

@@ -16,6 +16,7 @@ What TorchTitan 0.2 assumes and a CPU lacks, in the order in which it fails:
 * ``barrier(device_ids=...)``, which Gloo refuses: the argument is dropped.
 """
 
+import functools
 import os
 import sys
 import types
@@ -61,6 +62,7 @@ def _sum_in_gloo() -> None:
 
     import torch.distributed.fsdp as fsdp
 
+    @functools.wraps(fully_shard)  # the pipeline's stages ask it for .state
     def fully_shard_with_sums(module: Any, *args: Any, **kwargs: Any) -> Any:
         wrapped = fully_shard(module, *args, **kwargs)
         for each in wrapped if isinstance(wrapped, (list, tuple)) else (wrapped,):

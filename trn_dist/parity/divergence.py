@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -380,6 +382,36 @@ def _check_unchanged(layout: Layout, curves: Curves, steps: object) -> None:
                 f"{layout}: run again with a recorder, {quantity} of step {step} is {recorded[step - 1]!r}, without "
                 f"{curves[quantity][step - 1]!r}: this layout does not repeat its own numbers"
             )
+
+
+def divergence_as_json(divergence: Divergence) -> dict[str, Any]:
+    """The divergence in plain JSON types (NaN and infinity as text)."""
+
+    def number(value: float) -> float | str:
+        return float(value) if math.isfinite(value) else repr(float(value))
+
+    finding = divergence.finding
+    return {
+        "a": divergence.a,
+        "b": divergence.b,
+        "equal": divergence.equal,
+        "step": divergence.step,
+        "compared": divergence.compared,
+        "first_bit": None
+        if divergence.first_bit is None
+        else {"tensor": describe(divergence.first_bit[0]), "relative_distance": number(divergence.first_bit[1])},
+        "finding": None
+        if finding is None
+        else {
+            "tensor": describe(finding.key),
+            "cause": finding.explanation.cause.value,
+            "explanation": finding.explanation.text,
+            "distance": number(finding.distance),
+            "size": number(finding.size),
+            "allowed": number(finding.allowed),
+        },
+        "skipped": list(divergence.skipped),
+    }
 
 
 def print_divergence(divergence: Divergence, console: Console) -> None:

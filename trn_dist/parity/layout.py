@@ -12,12 +12,14 @@ import math
 import shlex
 
 _DEGREES = ("ddp", "fsdp", "hsdp", "tp", "pp", "cp", "ep")
-_WORDS = ("cpu", "gloo")
-_NAMES = (*_DEGREES, "microbatch", "schedule", *_WORDS)
+_WORDS = ("cpu", "gloo", "rerun")
+_NAMES = (*_DEGREES, "microbatch", "schedule", "launch", "resume", *_WORDS)
+LAUNCHERS = ("train", "run", "torchrun")
 GRAMMAR = (
     "layouts are separated by ';', each is 1 (one rank) or parts joined by ',': ddp=N, fsdp=N, hsdp=RxS, tp=N, pp=N, "
     "cp=N, ep=N, microbatch=N (samples of a rank and backward pass), schedule=NAME (pipeline), cpu or gloo (CPU "
-    "tensors over Gloo), then overrides such as --activation_checkpoint.mode full"
+    "tensors over Gloo), rerun (made anew), resume=N (stopped after step N and resumed), launch=train, launch=run or "
+    "launch=torchrun, then overrides such as --activation_checkpoint.mode full"
 )
 
 
@@ -36,6 +38,9 @@ class Layout:
         microbatch: samples a rank puts through one backward pass; None takes the largest there is (with pipeline
             stages: one microbatch a stage).
         schedule: the pipeline schedule; None is the recipe's.
+        rerun: a second run of what another layout is, never taken from that one's result.
+        resume: the step after which the run is stopped and resumed from its checkpoint; None for no stop.
+        launch: who starts the ranks: ``trn train``, ``trn run`` or ``torchrun``; None leaves it to the queue.
         overrides: more keys for this layout alone, in TorchTitan's syntax.
     """
 
@@ -49,6 +54,9 @@ class Layout:
     on_cpu: bool = False
     microbatch: int | None = None
     schedule: str | None = None
+    rerun: bool = False
+    resume: int | None = None
+    launch: str | None = None
     overrides: tuple[str, ...] = ()
 
     @property
@@ -106,6 +114,8 @@ class Layout:
             # A pipeline cuts its batch into microbatches by itself; elsewhere the trainer accumulates over them.
             "training.local_batch_size": global_batch_size // self.dp if self.pp > 1 else size,
         }
+        if self.on_cpu:
+            keys["neuron.exact_sums"] = False  # only the device has them
         if self.pp > 1:
             keys["parallelism.pipeline_parallel_microbatch_size"] = size
             if self.schedule:
@@ -156,8 +166,9 @@ def parse_layout(text: str) -> Layout:
         if name in values:
             raise LayoutError(f"layout {text!r}: {name} stands twice")
         values[name] = value
-    if "1" in values and set(values) - {"1", "microbatch"}:
-        other = next(name for name in values if name not in ("1", "microbatch"))
+    beside_one = {"1", "microbatch", "rerun", "resume", "launch"}
+    if "1" in values and set(values) - beside_one:
+        other = next(name for name in values if name not in beside_one)
         raise LayoutError(f"layout {text!r}: 1 is a layout of one rank and cannot stand beside {other}")
     kinds = [name for name in ("ddp", "fsdp", "hsdp") if name in values]
     if len(kinds) > 1:
@@ -175,6 +186,12 @@ def parse_layout(text: str) -> Layout:
         raise LayoutError(f"layout {text!r}: gloo needs a layout to run, such as fsdp=2,gloo; for one rank write cpu")
     if "schedule" in values and "pp" not in values:
         raise LayoutError(f"layout {text!r}: schedule is a pipeline's; add pp=N")
+    if "launch" in values and values["launch"] not in LAUNCHERS:
+        raise LayoutError(f"layout {text!r}: launch={values['launch']}: expected one of {', '.join(LAUNCHERS)}")
+    if set(values) & {"cpu", "gloo"} and set(values) & {"launch", "resume"}:
+        raise LayoutError(f"layout {text!r}: launch and resume are for layouts on the device, not for cpu or gloo")
+    if {"launch", "resume"} <= set(values):
+        raise LayoutError(f"layout {text!r}: resume and launch are two comparisons; write two layouts")
     replicate, shard = _hsdp(text, values["hsdp"]) if "hsdp" in values else (1, 1)
     degree = {
         name: _count(text, name, values[name]) for name in ("ddp", "fsdp", "tp", "pp", "cp", "ep") if name in values
@@ -195,6 +212,9 @@ def parse_layout(text: str) -> Layout:
         on_cpu="cpu" in values or "gloo" in values,
         microbatch=_count(text, "microbatch", values["microbatch"]) if "microbatch" in values else None,
         schedule=values.get("schedule"),
+        rerun="rerun" in values,
+        resume=_count(text, "resume", values["resume"]) if "resume" in values else None,
+        launch=values.get("launch"),
         overrides=overrides,
     )
 
@@ -212,7 +232,11 @@ def _canonical(head: str, overrides: tuple[str, ...]) -> str:
 
 
 def _expected(name: str) -> str:
-    return {"hsdp": "RxS, such as hsdp=2x2", "schedule": "NAME, such as schedule=1F1B"}.get(name, "N, a whole number")
+    return {
+        "hsdp": "RxS, such as hsdp=2x2",
+        "schedule": "NAME, such as schedule=1F1B",
+        "launch": "one of train, run, torchrun",
+    }.get(name, "N, a whole number")
 
 
 def _unknown(text: str, part: str, name: str) -> LayoutError:

@@ -31,8 +31,20 @@ def _numerics(layout: Layout) -> tuple[object, ...]:
     return (layout.tp, layout.cp, layout.ep)
 
 
-def promise(a: Layout, b: Layout, global_batch_size: int, clipped: bool) -> Promise | None:
+def promise(
+    a: Layout,
+    b: Layout,
+    global_batch_size: int,
+    clipped: bool,
+    exact_sums: bool = False,
+    dtype: str = "float32",
+) -> Promise | None:
     """The bits that ``b`` must share with ``a``, or None when only rounding may differ.
+
+    In another ``dtype`` of activations than float32, TorchTitan rounds in other places under FSDP2 than without it, and
+    autocast is not the same list of operators on every device. With exact sums, data-parallel layouts of the same
+    microbatch share all bits as long as what the loss and the sums are divided by, ranks and microbatches, are powers
+    of two.
 
     Overrides that a layout carries are taken to change nothing but bookkeeping when both carry the same; of others
     only activation checkpointing is known to keep the bits.
@@ -47,13 +59,20 @@ def promise(a: Layout, b: Layout, global_batch_size: int, clipped: bool) -> Prom
     same_degrees = (a.dp_replicate, a.dp_shard, a.pp, a.schedule) == (b.dp_replicate, b.dp_shard, b.pp, b.schedule)
     if same_degrees:
         if a.on_cpu == b.on_cpu:
-            return Promise(True, True, "the same arithmetic in the same order")
-        if a.ranks == 1:
+            return Promise(True, True, _how(a, b))
+        if a.ranks == 1 and not exact_sums and dtype == "float32":
             return Promise(True, True, "the device runs the CPU's kernels")
         return None  # Gloo sums in another order
+    if dtype != "float32":
+        return None
     if a.on_cpu and b.on_cpu and max(a.ranks, b.ranks) > 1:
         return None
     if a.on_cpu != b.on_cpu:
+        return None
+    if exact_sums:
+        divisors = (a.dp, b.dp, a.backwards_per_step(global_batch_size), b.backwards_per_step(global_batch_size))
+        if a.pp == b.pp == 1 and all(map(is_power_of_two, divisors)):
+            return Promise(True, True, "exact sums of the same microbatches, each rounded once")
         return None
     one_backward = a.backwards_per_step(global_batch_size) == 1 == b.backwards_per_step(global_batch_size)
     if a.dp == b.dp and a.pp == b.pp == 1 and one_backward and is_power_of_two(a.dp) and not clipped:
@@ -61,6 +80,20 @@ def promise(a: Layout, b: Layout, global_batch_size: int, clipped: bool) -> Prom
     if a.dp == b.dp == 1 and a.pp != b.pp and not clipped and a.schedule == b.schedule:
         return Promise(True, False, "pipeline stages compute what one rank computes, microbatch by microbatch")
     return None
+
+
+def _how(a: Layout, b: Layout) -> str:
+    """Why two runs of the same degrees do the same arithmetic."""
+    ways = []
+    if b.rerun != a.rerun:
+        ways.append("a run repeats its own numbers")
+    if b.resume != a.resume:
+        ways.append("a resumed run goes on as if it had not stopped")
+    if b.launch != a.launch:
+        ways.append("who starts the ranks does not reach the numbers")
+    if b.overrides != a.overrides:
+        ways.append("activation checkpointing computes the same activations again")
+    return "; ".join(ways) or "the same arithmetic in the same order"
 
 
 def _keeps_bits(a: tuple[str, ...], b: tuple[str, ...]) -> bool:

@@ -58,10 +58,11 @@ class RunQueue:
             done = 0
             try:
                 while waiting or running:
-                    free = self.cores - sum(run.training.layout.ranks for run, _ in running.values())
+                    busy = [run for run, _ in running.values() if not run.resting]
+                    free = self.cores - sum(run.training.layout.ranks for run in busy)
                     keys = {run.training.key for run, _ in running.values()}
                     for name, training in list(waiting):
-                        if training.key in keys or (training.layout.ranks > free and running):
+                        if training.key in keys or (training.layout.ranks > free and busy):
                             continue
                         waiting.remove((name, training))
                         steps = finished_run(training, self.cache)
@@ -70,6 +71,7 @@ class RunQueue:
                             done += training.steps
                             continue
                         running[name] = RunningTraining(training, self.cache, self.stall_s), time.monotonic()
+                        busy.append(running[name][0])
                         keys.add(training.key)
                         free -= training.layout.ranks
                     for name, (run, started) in list(running.items()):

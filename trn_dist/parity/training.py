@@ -1,8 +1,9 @@
 """One run of one layout: what decides its numbers, where its result is kept, and the process that makes it.
 
-A run is a child process: ``trn train`` for layouts on the device, :mod:`trn_dist.parity.cpu_reference` for those on the
-CPU. Its result, the metrics of every step, is kept under a key that is a digest of everything the numbers depend on, so
-a finished run is never made twice. Called by :mod:`trn_dist.parity.run_queue` and :mod:`trn_dist.parity.comparison`.
+A run's ranks are forked from :mod:`trn_dist.parity.warm_process`; :mod:`trn_dist.parity.cpu_reference` makes those on
+the CPU, and a layout can ask for ``trn train``, ``trn run`` or ``torchrun``. Its result, the metrics of every step,
+is kept under a key that is a digest of everything the numbers depend on, so a finished run is never made twice.
+Called by :mod:`trn_dist.parity.run_queue` and :mod:`trn_dist.parity.comparison`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import trn_dist
-from trn_dist.parity.layout import Layout
+from trn_dist.parity.layout import Layout, LayoutError
+from trn_dist.parity.replicas import find_disagreement
+from trn_dist.parity.warm_process import LOGS, WarmRun, warm_process
 from trn_dist.titan.metrics import InconsistentRanks, Step, StepMerger
 from trn_dist.titan.recipe import Recipe, resolve, to_toml
 
@@ -34,6 +37,7 @@ _CPU_REFERENCE = _PACKAGE / "parity" / "cpu_reference.py"
 _OBSERVER_IMPORT = "trn_dist.titan.observe"
 _TERMINATE_S = 15.0
 FINISHED = "finished.json"
+RECIPE = "recipe.toml"
 
 
 class RunFailed(RuntimeError):
@@ -84,6 +88,7 @@ class Training:
         facts: dict[str, Any] = {
             "recipe": _portable_toml(config),
             "on_cpu": self.layout.on_cpu,
+            "way": (self.layout.rerun, self.layout.resume, self.layout.launch),
             "observer": self.observer,
             "settings": self.settings,
             "text": _text_fingerprint(self.recipe),
@@ -98,17 +103,20 @@ class Training:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
     def command(self, folder: Path) -> list[str]:
-        """The command that makes this run in ``folder``."""
-        if not self.layout.on_cpu:
+        """The command that makes this run in ``folder``. Where no launcher was asked for, one that repeats it."""
+        if not self.layout.on_cpu and self.layout.launch in (None, "train"):
             words = [sys.executable, "-m", "trn_dist.cli", "train", str(self.recipe.path), "--run-dir", str(folder)]
-            return [*words, *self.overrides, *self._observer_overrides()]
-        program = [str(_CPU_REFERENCE), "--job.config_file", str(folder / "recipe.toml")]
-        if self.layout.ranks == 1:
-            return [sys.executable, *program]
-        return [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(self.layout.ranks), *program),
-        ]
+            # An observer of a run whose ranks are forked here is no part of what repeats its numbers.
+            return [*words, *self.overrides, *(self._observer_overrides() if self.layout.launch else [])]
+        ranks = str(self.layout.ranks)
+        arguments = ["--job.config_file", str(folder / RECIPE)]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        if self.layout.launch == "run":
+            return [sys.executable, "-m", "trn_dist.cli", "run", "-n", ranks, "-m", "torchtitan.train", *arguments]
+        if self.layout.launch == "torchrun":
+            return [*torchrun, "-m", "torchtitan.train", *arguments]
+        start = [sys.executable] if self.layout.ranks == 1 else torchrun
+        return [*start, str(_CPU_REFERENCE), *arguments]
 
     def _observer_overrides(self) -> list[str]:
         return ["--experimental.custom_import", _OBSERVER_IMPORT] if self.observer else []
@@ -131,15 +139,24 @@ class Training:
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         return environment
 
-    def prepare(self, folder: Path) -> None:
-        """Makes the run folder; for the CPU reference also its recipe, which ``trn train`` writes by itself."""
-        folder.mkdir(parents=True)
-        if self.layout.on_cpu:
-            config = resolve(self.recipe.path, [*self.overrides, *self._observer_overrides()]).config
-            config.job.dump_folder = str(folder)
-            config.job.config_file = None
-            config.metrics.disable_color_printing = True
-            (folder / "recipe.toml").write_text(to_toml(config), encoding="utf-8")
+    def prepare(self, folder: Path, resumed: bool = False) -> None:
+        """Makes the run folder and its recipe, if ``trn train`` does not write that by itself.
+
+        A run that is resumed has two folders: the first keeps a checkpoint of the step, the second starts from that.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.layout.launch == "train":
+            return
+        config = resolve(self.recipe.path, [*self.overrides, *self._observer_overrides()]).config
+        config.job.dump_folder = str(folder)
+        config.job.config_file = None
+        config.metrics.disable_color_printing = True
+        if self.layout.resume is not None:
+            config.checkpoint.load_only = False
+            config.checkpoint.interval = self.layout.resume if not resumed else self.steps + 1
+            if resumed:
+                config.checkpoint.load_step = self.layout.resume
+        (folder / RECIPE).write_text(to_toml(config), encoding="utf-8")
 
 
 def plan_training(
@@ -156,7 +173,13 @@ def plan_training(
         RecipeError, LayoutError: the recipe cannot be trained so.
     """
     words = [*overrides, *layout.recipe_overrides(global_batch_size)]
-    return Training(layout, resolve(recipe, words), tuple(words), observer, settings)
+    resolved = resolve(recipe, words)
+    steps = resolved.config.training.steps
+    if layout.resume is not None and layout.resume >= steps:
+        raise LayoutError(
+            f"layout {layout.text!r}: resume={layout.resume}: expected less than the {steps} steps of a run"
+        )
+    return Training(layout, resolved, tuple(words), observer, settings)
 
 
 class RunningTraining:
@@ -170,18 +193,45 @@ class RunningTraining:
         # Two comparisons may make the same run at the same time: each in a folder of its own, the first is kept.
         self.folder = cache / f"{training.key}-{os.getpid()}"
         shutil.rmtree(self.folder, ignore_errors=True)
-        training.prepare(self.folder)
-        self._merger = StepMerger(self.folder, training.layout.ranks, training.recipe.tokens_per_step)
         self._stall_s = stall_s
+        self._before_stop: list[Step] = []
+        self._start(self.folder / "before_stop" if training.layout.resume is not None else self.folder)
+
+    def _start(self, folder: Path, resumed: bool = False) -> None:
+        training = self.training
+        training.prepare(folder, resumed)
+        self._merger = StepMerger(folder, training.layout.ranks, training.recipe.tokens_per_step)
         self._last_news = time.monotonic()
-        self._output = (self.folder / "output.log").open("wb")
-        self._process = subprocess.Popen(
-            training.command(self.folder),
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env=training.environment(self.folder),
-            start_new_session=True,
+        self._process: subprocess.Popen[bytes] | WarmRun
+        if training.layout.on_cpu or training.layout.launch is not None:
+            with (folder / "output.log").open("wb") as output:
+                self._process = subprocess.Popen(
+                    training.command(folder),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=training.environment(folder),
+                    start_new_session=True,
+                )
+        else:
+            environment = training.environment(folder)
+            self._process = warm_process().start(folder, training.layout.ranks, folder / RECIPE, environment)
+
+    def _resume(self) -> None:
+        """Starts the second part from the checkpoint of the first."""
+        stop = self.training.layout.resume
+        assert stop is not None
+        self._before_stop, self.steps = self.steps[:stop], self.steps[:stop]
+        saved = self.folder / "before_stop" / "checkpoint" / f"step-{stop}"
+        (self.folder / "checkpoint").mkdir()
+        saved.rename(self.folder / "checkpoint" / saved.name)
+        self._start(self.folder, resumed=True)
+
+    @property
+    def resting(self) -> bool:
+        """All steps are there; what the ranks still do (TorchTitan sleeps for two seconds) needs no core."""
+        return len(self.steps) == self.training.steps and (
+            self.training.layout.resume is None or bool(self._before_stop)
         )
 
     def poll(self) -> bool:
@@ -193,6 +243,12 @@ class RunningTraining:
         """
         self._take_new_steps()
         exit_code = self._process.poll()
+        stop = self.training.layout.resume
+        if stop is not None and not self._before_stop and exit_code is None and self._last_step() > stop:
+            # A step that is logged has its predecessor's checkpoint written.
+            self.stop()
+            self._resume()
+            return False
         if exit_code is None:
             if time.monotonic() - self._last_news > self._stall_s:
                 self.stop()
@@ -202,7 +258,9 @@ class RunningTraining:
                 )
             return False
         self._take_new_steps()
-        self._output.close()
+        replicas = find_disagreement(self.folder, (stop or 0) + 1)
+        if replicas is not None and (self.disagreement is None or replicas[0] <= self.disagreement.step):
+            self.disagreement = RanksDisagree(replicas[1], replicas[0])
         if self.disagreement is not None:
             self._keep()
             raise self.disagreement
@@ -212,6 +270,9 @@ class RunningTraining:
             raise RunFailed(
                 f"exit code {exit_code} after step {self._last_step()} of {self.training.steps}. {self._tail()}"
             )
+        if stop is not None and not self._before_stop:  # it was faster than this loop
+            self._resume()
+            return False
         self._keep()
         return True
 
@@ -227,6 +288,9 @@ class RunningTraining:
 
     def stop(self) -> None:
         """Ends the run's processes and waits for them."""
+        if isinstance(self._process, WarmRun):
+            self._process.stop()
+            return
         for kill in (signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is not None:
                 break
@@ -234,7 +298,6 @@ class RunningTraining:
                 os.killpg(self._process.pid, kill)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_TERMINATE_S)
-        self._output.close()
 
     def _keep(self) -> None:
         finished = {
@@ -242,6 +305,7 @@ class RunningTraining:
             "command": self.training.command(self.result),
             "steps": [dataclasses.asdict(step) for step in self.steps],
             "disagreement": str(self.disagreement) if self.disagreement else None,
+            "first_step": self.disagreement.step if self.disagreement else None,
         }
         (self.folder / FINISHED).write_text(json.dumps(finished), encoding="utf-8")
         try:
@@ -255,13 +319,14 @@ class RunningTraining:
     def _tail(self) -> str:
         """The last lines that the run printed, its ranks' own logs before the summary of whoever started them."""
         lines: list[str] = []
-        for file in [self.folder / "output.log", *sorted((self.folder / "logs").glob("*"))]:
+        folders = (self.folder, self.folder / "before_stop")
+        for file in [f for at in folders for f in (at / "output.log", *sorted((at / LOGS).glob("*")))]:
             text = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
             errors = [line for line in text if "Error" in line or "error" in line]
             lines += [line for line in (errors or text)[-3:] if line not in lines]
             if errors:
                 break
-        return f"Its output, {self.folder / 'output.log'}, ends:\n  " + "\n  ".join(lines[-8:])
+        return f"Its output, in {self.folder}, ends:\n  " + "\n  ".join(lines[-8:])
 
 
 def finished_run(training: Training, cache: Path) -> list[Step] | RanksDisagree | None:
@@ -270,7 +335,7 @@ def finished_run(training: Training, cache: Path) -> list[Step] | RanksDisagree 
         finished = json.loads((cache / training.key / FINISHED).read_text(encoding="utf-8"))
         steps = [Step(**step) for step in finished["steps"]]
         if finished["disagreement"]:
-            return RanksDisagree(finished["disagreement"], len(steps) + 1)
+            return RanksDisagree(finished["disagreement"], finished["first_step"])
         return steps
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
         return None
@@ -324,7 +389,7 @@ def _code_digest(on_cpu: bool, observer: str | None) -> str:
     folders = ["titan"] if on_cpu else ["titan", "neuron", "launcher", "hardware", "collectives"]
     files = [file for folder in folders for file in (_PACKAGE / folder).rglob("*.py")]
     if observer:
-        files += (_PACKAGE / "parity" / name for name in ("perturbation.py", "recorder.py"))
+        files += (_PACKAGE / "parity" / name for name in ("perturbation.py", "recorder.py", "replicas.py"))
     if on_cpu:
         files.append(_CPU_REFERENCE)
     else:
