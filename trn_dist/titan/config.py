@@ -62,6 +62,19 @@ class Neuron:
     digits
     """
 
+    exact_sums: bool = False
+    """
+    Sums without error over ranks, microbatches and shards, each rounded once: losses and gradient norms of
+    data-parallel layouts of any size (DDP, FSDP2; float32; no other parallelism) are then equal to the bit. Slower;
+    also switched on by TRN_EXACT_SUMS=1
+    """
+
+    faults: list[str] = field(default_factory=list)
+    """
+    What goes wrong on purpose under `trn train`, such as "rank=3,step=5,kill"; see docs/faults.md. Under torchrun set
+    TRN_FAULTS
+    """
+
     progress: Literal["auto", "bar", "lines"] = "auto"
     """What `trn train` shows: a bar below the lines, lines only, or a bar if the output is a terminal"""
 

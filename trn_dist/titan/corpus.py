@@ -149,7 +149,7 @@ class Location(NamedTuple):
     files: tuple[Path, ...]
 
 
-def _files_at(name: str, path: str, suffix: str, base: Path | None) -> Location:
+def _files_at(name: str, path: str, suffix: str, base: Path | None, section: str) -> Location:
     """The files that ``path`` names: a file, a folder (every file in it that ends in ``suffix``) or a glob pattern.
 
     A relative path is looked up from the working directory, then from ``base`` (the recipe's folder).
@@ -161,13 +161,13 @@ def _files_at(name: str, path: str, suffix: str, base: Path | None) -> Location:
         if place.is_dir():
             files = sorted((file for file in place.rglob(f"*{suffix}") if file.is_file()), key=lambda f: f.as_posix())
             if not files:
-                raise CorpusError(f"training.dataset_path = {path!r}: no {suffix} file in the folder {place}")
+                raise CorpusError(f"{section}.dataset_path = {path!r}: no {suffix} file in the folder {place}")
             return Location(place, place, tuple(files))
         found = sorted(Path(match) for match in glob.glob(str(place), recursive=True) if Path(match).is_file())
         if found:
             return Location(place, Path(os.path.commonpath([file.parent for file in found])), tuple(found))
     raise CorpusError(
-        f"training.dataset_path = {path!r} (for training.dataset = {name!r}): no such file, folder or pattern; "
+        f"{section}.dataset_path = {path!r} (for {section}.dataset = {name!r}): no such file, folder or pattern; "
         f"looked at {' and '.join(map(str, places))}"
     )
 
@@ -176,7 +176,13 @@ def _files_at(name: str, path: str, suffix: str, base: Path | None) -> Location:
 CORPORA: dict[str, str | None] = {"python_stdlib": None, "text": ".txt", "jsonl": ".jsonl", "parquet": ".parquet"}
 
 
-def open_corpus(name: str, path: str | None = None, text_field: str = "text", base: Path | None = None) -> Corpus:
+def open_corpus(
+    name: str,
+    path: str | None = None,
+    text_field: str = "text",
+    base: Path | None = None,
+    section: str = "training",
+) -> Corpus:
     """The corpus that a recipe names.
 
     Args:
@@ -184,20 +190,21 @@ def open_corpus(name: str, path: str | None = None, text_field: str = "text", ba
         path: ``training.dataset_path``.
         text_field: key (JSON Lines) or column (Parquet) that holds the text.
         base: the recipe's folder, where a relative path is looked up if it does not exist from the working directory.
+        section: the recipe's table that names the text, for messages.
 
     Raises:
         CorpusError: unknown name, missing or superfluous path, no files.
     """
     if name not in CORPORA:
-        raise CorpusError(f"training.dataset = {name!r}: expected one of {', '.join(map(repr, CORPORA))}")
+        raise CorpusError(f"{section}.dataset = {name!r}: expected one of {', '.join(map(repr, CORPORA))}")
     suffix = CORPORA[name]
     if suffix is None:
         if path is not None:
-            raise CorpusError(f"training.dataset_path = {path!r}: training.dataset = {name!r} takes no path")
+            raise CorpusError(f"{section}.dataset_path = {path!r}: {section}.dataset = {name!r} takes no path")
         return python_standard_library()
     if not path:
-        raise CorpusError(f"training.dataset = {name!r} needs training.dataset_path: a file, a folder or a pattern")
-    location, root, files = _files_at(name, path, suffix, base)
+        raise CorpusError(f"{section}.dataset = {name!r} needs {section}.dataset_path: a file, a folder or a pattern")
+    location, root, files = _files_at(name, path, suffix, base, section)
     if name == "jsonl":
         return JsonLinesCorpus(name, root, files, location, text_field)
     if name == "parquet":

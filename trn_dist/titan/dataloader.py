@@ -119,9 +119,14 @@ class GlobalOrderDataLoader(BaseDataLoader):
             yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of samples dealt out, and what they were cut from. The same on every rank."""
+        """The number of samples dealt out, what they were cut from, and how many random numbers the device has drawn.
+
+        The same on every rank; of pipeline stages that draw unequally often (dropout in some of them), the checkpoint
+        holds one rank's number. The generator's seed is not here: a rank sets it from ``debug.seed`` when it starts.
+        """
         return {
             "samples_dealt": self.samples_dealt,
+            "generator_offset": _generator().get_offset() if hasattr(torch, "neuron") else 0,
             "seq_len": self.samples.seq_len,
             "shuffle_block": self.samples.shuffle_block,
             "corpus": self.samples.corpus.fingerprint(),
@@ -150,3 +155,9 @@ class GlobalOrderDataLoader(BaseDataLoader):
                     "dataloader"
                 )
         self.samples_dealt = state_dict["samples_dealt"]
+        if hasattr(torch, "neuron"):
+            _generator().set_offset(state_dict["generator_offset"])
+
+
+def _generator() -> torch.Generator:
+    return torch.neuron._get_generator()  # type: ignore[attr-defined]

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from trn_dist import timing
 
 METRICS_FOLDER = "metrics"
+METRICS_FILE = "metrics.jsonl"
+# In timing mode: how the last step is spent, for people.
+LAST_STEP_TABLE = "last_step.txt"
+# Beside TorchTitan's own figures in TensorBoard and W&B: virtual time of the rank that writes them.
+_PREDICTED_IN_TENSORBOARD = ("step_time_s", "tokens_per_s_per_core", "mfu_percent", "hfu_percent")
 
 
 def rank_metrics_file(dump_folder: Path, rank: int) -> Path:
@@ -40,6 +45,7 @@ def build_rank_metrics_processor(
     from torchtitan.tools.utils import device_module
 
     from trn_dist import timing
+    from trn_dist.timing.virtual_world import timing_only
 
     class RankMetricsProcessor(MetricsProcessor):
         def __init__(self) -> None:
@@ -64,6 +70,7 @@ def build_rank_metrics_processor(
             # TorchTitan's trainer puts -1 in place of the loss on pipeline ranks that do not hold the last stage.
             elsewhere = parallel_dims.pp_enabled and global_avg_loss == -1.0
             memory = device_module.memory_stats()
+            times = timing.mark_step()
             line = {
                 "step": step,
                 "loss": None if elsewhere else global_avg_loss,
@@ -74,23 +81,39 @@ def build_rank_metrics_processor(
                 "hbm_active_peak_bytes": memory["active_bytes.all.peak"],
                 "hbm_reserved_peak_bytes": memory["reserved_bytes.all.peak"],
                 "predicted": predicted_line(
-                    timing.mark_step(),
+                    times,
                     steps=self.steps_since_last_log,
                     tokens=self.ntokens_since_last_log / parallel_dims.non_data_parallel_size,
                     flops_per_token=self.num_flops_per_token,
                     peak_flops=self.gpu_peak_flops,
                 ),
             }
-            timing.flush_trace()
-            if self.lines is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                keep_steps_before(self.path, step)
-                self.lines = self.path.open("a", encoding="utf-8")
-            # One write a line, so that a reader never sees half of one and a killed rank leaves whole lines.
-            self.lines.write(json.dumps(line) + "\n")
-            self.lines.flush()
+            try:
+                timing.flush_trace()
+            except RuntimeError as error:  # the disk is full
+                raise SystemExit(str(error)) from None
+            if timing_only():
+                (Path(job_config.job.dump_folder) / LAST_STEP_TABLE).write_text(
+                    times.table(20) + "\n", encoding="utf-8"
+                )
+            try:
+                if self.lines is None:
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    keep_steps_before(self.path, step)
+                    self.lines = self.path.open("a", encoding="utf-8")
+                # One write a line, so that a reader never sees half of one and a killed rank leaves whole lines.
+                self.lines.write(json.dumps(line) + "\n")
+                self.lines.flush()
+            except OSError as error:
+                raise SystemExit(f"{self.path} cannot be written: {error.strerror}") from None
             self.steps_since_last_log = 0
-            super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+            shown = {f"predicted/{name}": line["predicted"][name] for name in _PREDICTED_IN_TENSORBOARD}
+            super().log(step, global_avg_loss, global_max_loss, grad_norm, {**(extra_metrics or {}), **shown})
+
+        def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+            # Marked, so that the next step's predicted time does not contain the validation's.
+            shown = {"validation_metrics/predicted_time_s": timing.mark_step().time_ps / 1e12}
+            super().log_validation(loss, step, {**(extra_metrics or {}), **shown})
 
         def close(self) -> None:
             if self.lines is not None:
@@ -112,7 +135,8 @@ def predicted_line(
         peak_flops: of one logical core, as TorchTitan has it.
 
     Returns:
-        ``cluster``, ``cores_per_chip``; ``step_time_s``; ``parts_ps``, which add up to ``time_ps``, of all ``steps``;
+        ``cluster``, ``cores_per_chip``, ``ranks`` of the job; ``step_time_s``; ``parts_ps``, which add up to
+        ``time_ps``, of all ``steps``; ``flops`` of the matrix engine in them;
         ``tokens_per_s_per_core``; ``mfu_percent`` (model FLOPs utilisation in TorchTitan's definition);
         ``hfu_percent`` (of the matrix engine's operations that were carried out, recomputation included);
         ``irreproducible``: why the times may differ from run to run, or an empty text.
@@ -124,10 +148,12 @@ def predicted_line(
     return {
         "cluster": timing.cluster().name,
         "cores_per_chip": timing.cluster().logical_cores_per_chip,
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "step_time_s": seconds / steps,
         "steps": steps,
         "time_ps": times.time_ps,
         "parts_ps": times.parts(),
+        "flops": times.flops,
         "tokens_per_s_per_core": rate,
         "mfu_percent": 100 * flops_per_token * rate / peak_flops,
         "hfu_percent": 100 * times.flops / seconds / peak_flops if seconds else 0.0,
@@ -255,7 +281,8 @@ def merge_prediction(lines: list[dict[str, Any]], tokens_per_step: int) -> Predi
     slowest = max(range(len(lines)), key=lambda rank: predictions[rank]["step_time_s"])
     of_slowest = predictions[slowest]
     step_time_s = of_slowest["step_time_s"]
-    chips = len(lines) / of_slowest["cores_per_chip"]
+    # In timing mode one rank stands for all.
+    chips = max(len(lines), of_slowest.get("ranks", 1)) / of_slowest["cores_per_chip"]
     return Prediction(
         cluster=of_slowest["cluster"],
         step_time_s=step_time_s,
@@ -300,6 +327,23 @@ class StepMerger:
         whole, newline, _ = data.rpartition(b"\n")
         self._offsets[rank] += len(whole) + len(newline)
         return [json.loads(line) for line in whole.splitlines() if line]
+
+
+def recover_steps(run_dir: Path, ranks: int, tokens_per_step: int) -> None:
+    """Joins what the ranks of an earlier run wrote, into its ``metrics.jsonl``: a launcher that was killed left out the
+    last steps, whose checkpoint may be there. Without ranks' files nothing changes, and nothing either if they
+    contradict each other, which that run said itself.
+    """
+    try:
+        steps = read_steps(run_dir, ranks, tokens_per_step)
+    except InconsistentRanks:
+        return
+    if not steps:
+        return
+    file = run_dir / METRICS_FILE
+    keep_steps_before(file, steps[0].step)
+    with file.open("a", encoding="utf-8") as stream:
+        stream.writelines(step.as_json() + "\n" for step in steps)
 
 
 def read_steps(dump_folder: Path, ranks: int, tokens_per_step: int) -> list[Step]:

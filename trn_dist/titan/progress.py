@@ -8,11 +8,12 @@ thread of the process that launched the ranks, because the launcher keeps the ma
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from trn_dist.titan.metrics import InconsistentRanks, Prediction, Step, StepMerger, keep_steps_before
+from trn_dist.titan.metrics import METRICS_FILE, InconsistentRanks, Prediction, Step, StepMerger, keep_steps_before
 
 _POLL_S = 0.1
 
@@ -64,17 +65,24 @@ class RunProgress:
     """Follows the ranks' metrics files from :meth:`start` to :meth:`finish` and shows and records each step."""
 
     def __init__(
-        self, run_dir: Path, ranks: int, tokens_per_step: int, last_step: int, bar: bool | None = None
+        self,
+        run_dir: Path,
+        ranks: int,
+        tokens_per_step: int,
+        last_step: int,
+        bar: bool | None = None,
+        stream: TextIO | None = None,
     ) -> None:
-        """``bar``: show a bar; None decides by whether stdout is a terminal."""
+        """``bar``: show a bar; None decides by whether ``stream``, by default stdout, is a terminal."""
         self.first: Step | None = None
         self.last: Step | None = None
         self.error: InconsistentRanks | None = None
-        self._file = run_dir / "metrics.jsonl"
+        self.unwritten: OSError | None = None  # why metrics.jsonl does not hold all steps
+        self._file = run_dir / METRICS_FILE
         self._merger = StepMerger(run_dir, ranks, tokens_per_step)
         self._ranks = ranks
         self._last_step = last_step
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(file=stream, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         if self._console.is_terminal if bar is None else bar:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
@@ -105,15 +113,20 @@ class RunProgress:
             self._take_new_steps()
         except InconsistentRanks as error:
             self.error = error
+        except OSError as error:  # what shows the steps is full
+            self.unwritten = error
 
     def _take_new_steps(self) -> None:
         for step in self._merger.new_steps():
-            if self.first is None:
-                self.first = step
-                keep_steps_before(self._file, step.step)
+            try:
+                if self.first is None:
+                    keep_steps_before(self._file, step.step)
+                with self._file.open("a", encoding="utf-8") as stream:
+                    stream.write(step.as_json() + "\n")
+            except OSError as error:
+                self.unwritten = error
+            self.first = self.first or step
             self.last = step
-            with self._file.open("a", encoding="utf-8") as stream:
-                stream.write(step.as_json() + "\n")
             self._console.print(show_step(step, self._last_step))
             if self._bar is not None:
                 self._bar.update(self._task, completed=step.step, description="training")

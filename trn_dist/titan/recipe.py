@@ -11,25 +11,17 @@ import difflib
 import importlib
 import json
 import math
-import re
-import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from trn_dist.faults import FaultError, parse_fault
+from trn_dist.titan.recipe_source import RecipeError as RecipeError
+from trn_dist.titan.recipe_source import Source, Tree, read_source
+
 CONFIG_MODULE = "trn_dist.titan.config"
-
-Tree = dict[str, Any]
-
-
-class RecipeError(ValueError):
-    """A recipe (or what was added on the command line) is wrong. ``problems`` holds one sentence for each mistake."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +62,22 @@ class Recipe:
     """A recipe whose keys, values and sizes have been checked.
 
     Attributes:
-        path: the TOML file.
+        source: the TOML files and the command line, with the place of each value.
         config: TorchTitan's ``JobConfig`` with the table ``neuron``, defaults filled in, paths absolute.
         layout: the degrees, with TorchTitan's -1 worked out.
         global_batch_size: samples a step.
         accumulation_steps: microbatches of a rank and step.
     """
 
-    path: Path
+    source: Source
     config: Any
     layout: Layout
     global_batch_size: int
     accumulation_steps: int
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
 
     @property
     def name(self) -> str:
@@ -107,22 +103,17 @@ def resolve(path: Path, overrides: list[str]) -> Recipe:
     Raises:
         RecipeError: with all mistakes that were found.
     """
-    text, tree = _read(path)
-    source = _Source(path, text, tree)
-    config_class = source.root_class = _config_class(source)
-    problems = list(_check_tree(source, config_class, tree, ()))
+    source = read_source(path)
+    config_class = _config_class(source)
+    problems = list(_check_tree(source, config_class, config_class, source.tree, ()))
     added, override_problems = _parse_overrides(overrides, config_class)
     problems += override_problems
     if problems:
         raise RecipeError(problems)
-    source.overridden = {keys for keys, _ in added}
     for keys, value in added:
-        table = tree
-        for key in keys[:-1]:
-            table = table.setdefault(key, {})
-        table[keys[-1]] = value
+        source.override(keys, value)
     try:
-        config = _build(config_class, tree)
+        config = _build(config_class, source.tree)
     except AssertionError as error:  # TorchTitan's dataclasses check a few values when they are made
         raise RecipeError([f"{path}: {error}"]) from error
     return _Check(source, config).recipe()
@@ -135,62 +126,69 @@ def to_toml(config: Any) -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
+def to_annotated_toml(recipe: Recipe, defaults: bool = False) -> str:
+    """A recipe as TOML that TorchTitan reads by itself, with the place that each value comes from behind it.
+
+    Args:
+        recipe: as :func:`resolve` returns it.
+        defaults: also the keys that neither a file nor the command line sets.
+    """
+    source = recipe.source
+    lines = [f"# {recipe.config.model.name} {recipe.config.model.flavor}, {recipe.layout}: {recipe.ranks} ranks"]
+    lines += [f"# {recipe.global_batch_size} x {recipe.config.training.seq_len} tokens a step"]
+    omitted = 0
+
+    def write(above: tuple[str, ...], table: Mapping[str, Any]) -> None:
+        nonlocal omitted
+        rows = []
+        for key, value in table.items():
+            keys = (*above, key)
+            if isinstance(value, dict) or value is None:
+                continue
+            # TorchTitan finds our data and our table by this key.
+            origin = source.origin(keys) or ("trn_dist" if keys == ("job", "custom_config_module") else None)
+            omitted += origin is None
+            if origin or defaults:
+                rows.append((f"{key} = {toml_value(value)}", origin or "default"))
+        if rows:
+            width = min(60, max(len(row) for row, _ in rows))
+            lines.extend(["", f"[{'.'.join(above)}]", *(f"{row:<{width}}  # {origin}" for row, origin in rows)])
+        for key, value in table.items():
+            if isinstance(value, dict):
+                write((*above, key), value)
+
+    write((), dataclasses.asdict(recipe.config))
+    if omitted and not defaults:
+        lines += ["", f"# {omitted} more keys have their default"]
+    return "\n".join(lines) + "\n"
+
+
+def settings(recipe: Recipe, defaults: bool = False) -> list[dict[str, str]]:
+    """Each key of a recipe as ``key``, ``value`` (as TOML) and ``origin``: a file and line, the command line, default.
+
+    Args:
+        recipe: as :func:`resolve` returns it.
+        defaults: also the keys that neither a file nor the command line sets.
+    """
+    rows = []
+
+    def walk(above: tuple[str, ...], table: Mapping[str, Any]) -> None:
+        for key, value in table.items():
+            keys = (*above, key)
+            if isinstance(value, dict):
+                walk(keys, value)
+            elif value is not None and (defaults or recipe.source.origin(keys)):
+                origin = recipe.source.origin(keys) or "default"
+                rows.append({"key": ".".join(keys), "value": toml_value(value), "origin": origin})
+
+    walk((), dataclasses.asdict(recipe.config))
+    return rows
+
+
 # --- Reading
 
 
-class _Source:
-    """Where a value comes from, for messages."""
-
-    def __init__(self, path: Path, text: str, tree: Tree) -> None:
-        self.path = path
-        self.text = text
-        self.tree = tree
-        self.root_class: Any = None
-        self.overridden: set[tuple[str, ...]] = set()
-
-    def place(self, keys: tuple[str, ...]) -> str:
-        """``file, line 12`` if the file sets these keys, ``command line`` if that does, else the file's name."""
-        if keys in self.overridden:
-            return "command line"
-        line = self._line(keys)
-        return f"{self.path}, line {line}" if line else str(self.path)
-
-    def _line(self, keys: tuple[str, ...]) -> int | None:
-        """The line of a key or of a table's header. Finds the usual spellings, which is enough for a message."""
-        table: tuple[str, ...] = ()
-        for number, line in enumerate(self.text.splitlines(), start=1):
-            header = re.match(r"\s*\[\s*([A-Za-z0-9_.\-\s\"']+?)\s*\]\s*(#.*)?$", line)
-            if header:
-                table = _dotted(header[1])
-                if table == keys:
-                    return number
-                continue
-            assignment = re.match(r"\s*([A-Za-z0-9_.\-\"']+)\s*=", line)
-            if assignment and table + _dotted(assignment[1]) == keys:
-                return number
-        return None
-
-
-def _dotted(text: str) -> tuple[str, ...]:
-    return tuple(part.strip().strip("\"'") for part in text.split("."))
-
-
-def _read(path: Path) -> tuple[str, Tree]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.toml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise RecipeError([f"{path}: no such recipe{hint}"]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError([f"{path}: cannot be read as a recipe: {error}"]) from None
-    try:
-        return text, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError([f"{path}: not TOML: {error}"]) from None
-
-
-def _config_class(source: _Source) -> type:
+def _config_class(source: Source) -> type:
     """TorchTitan's ``JobConfig`` merged with the one that the recipe names; ours if it names none."""
     from torchtitan.config import ConfigManager, JobConfig
 
@@ -250,18 +248,19 @@ def _nearest(keys: tuple[str, ...], config_class: type) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _check_tree(source: _Source, config_class: type, tree: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
+def _check_tree(
+    source: Source, root: type, config_class: type, tree: Mapping[str, Any], above: tuple[str, ...]
+) -> Iterator[str]:
     fields = {field.name: _type(field) for field in dataclasses.fields(config_class)}
     for key, value in tree.items():
         keys = (*above, key)
         name = ".".join(keys)
         if key not in fields:
             what = "table" if isinstance(value, dict) else "key"
-            root = config_class if not above else source.root_class
             yield f"{source.place(keys)}: {name}: no such {what}{_nearest(keys, root)}"
         elif dataclasses.is_dataclass(fields[key]):
             if isinstance(value, dict):
-                yield from _check_tree(source, fields[key], value, keys)
+                yield from _check_tree(source, root, fields[key], value, keys)
             else:
                 yield f"{source.place(keys)}: {name} = {value!r}: expected a table"
         else:
@@ -398,7 +397,7 @@ def _parse_text(annotation: Any, text: str) -> Any:
 class _Check:
     """The rules that span several keys. Collects problems; each names the numbers that do not go together."""
 
-    def __init__(self, source: _Source, config: Any) -> None:
+    def __init__(self, source: Source, config: Any) -> None:
         self.source = source
         self.config = config
         self.problems: list[str] = []
@@ -422,10 +421,11 @@ class _Check:
             self.model_degrees(layout, model_args)
         self.data(model_args)
         self.checkpoint()
+        self.exact_sums(layout)
         self.unsupported()
         if self.problems:
             raise RecipeError(self.problems)
-        return Recipe(self.source.path, self.config, layout, global_batch_size, accumulation_steps)
+        return Recipe(self.source, self.config, layout, global_batch_size, accumulation_steps)
 
     def positive(self) -> None:
         keys = [
@@ -451,6 +451,11 @@ class _Check:
             self.problem("parallelism.data_parallel_shard_degree", "expected 1 or more, or -1 for all remaining ranks")
         if self.config.training.global_batch_size == 0 or self.config.training.global_batch_size < -1:
             self.problem("training.global_batch_size", "expected 1 or more, or -1 for one microbatch a rank")
+        for text in self.config.neuron.faults:
+            try:
+                parse_fault(text)
+            except FaultError as error:
+                self.problem("neuron.faults", str(error).split("\n")[0])
         if self.config.neuron.shuffle_block < 0:
             self.problem("neuron.shuffle_block", "expected 0 (read in order) or more")
         if not self.config.training.max_norm > 0:
@@ -561,7 +566,7 @@ class _Check:
             try:
                 importlib.import_module(module)
             except ImportError as error:
-                self.problem("experimental.custom_import", str(error))
+                self.problem("experimental.custom_import", f"{error}; the folder it lies in belongs on PYTHONPATH")
                 return None
         try:
             spec = get_train_spec(model.name)
@@ -599,40 +604,56 @@ class _Check:
             )
 
     def data(self, model_args: Any) -> None:
-        from trn_dist.titan.corpus import CORPORA, CorpusError, open_corpus
-
-        training = self.config.training
         folder = self._folder("model.hf_assets_path", self.config.model.hf_assets_path)
         if folder is not None:
             self.config.model.hf_assets_path = str(folder)
             self._vocabulary(folder, model_args)
-        if training.dataset in CORPORA:
+        self._text("training")
+        validation = self.config.validation
+        if validation.enable:
+            from trn_dist.titan.corpus import CORPORA
+
+            self._text("validation")
+            if validation.dataset in CORPORA and validation.steps == -1:
+                self.problem("validation.steps", "this text has no end; expected a number of steps")
+            if validation.freq < 1:
+                self.problem("validation.freq", "expected 1 or more")
+
+    def _text(self, section: str) -> None:
+        """The text of training or of validation."""
+        from trn_dist.titan.corpus import CORPORA, CorpusError, open_corpus
+
+        settings = getattr(self.config, section)
+        if settings.dataset in CORPORA:
             try:
                 corpus = open_corpus(
-                    training.dataset, training.dataset_path, self.config.neuron.text_field, self.source.path.parent
+                    settings.dataset,
+                    settings.dataset_path,
+                    self.config.neuron.text_field,
+                    self.source.folder((section, "dataset_path")),
+                    section,
                 )
             except CorpusError as error:
-                key = "dataset_path" if training.dataset_path else "dataset"
-                self.problems.append(f"{self.source.place(('training', key))}: {error}")
+                key = "dataset_path" if settings.dataset_path else "dataset"
+                self.problems.append(f"{self.source.place((section, key))}: {error}")
             else:
-                training.dataset_path = None if corpus.location is None else str(corpus.location)
-            workers = training.dataloader.num_workers
-            if workers:
+                settings.dataset_path = None if corpus.location is None else str(corpus.location)
+            if settings.dataloader.num_workers:
                 self.problem(
-                    "training.dataloader.num_workers",
-                    f"training.dataset = {training.dataset!r} is read in the rank's own process; leave it at 0",
+                    f"{section}.dataloader.num_workers",
+                    f"{section}.dataset = {settings.dataset!r} is read in the rank's own process; leave it at 0",
                 )
         else:
             from torchtitan.hf_datasets.text_datasets import DATASETS
 
-            if training.dataset.lower() not in DATASETS:
+            if settings.dataset.lower() not in DATASETS:
                 known = [*CORPORA, *DATASETS]
-                near = difflib.get_close_matches(training.dataset, known, n=1)
+                near = difflib.get_close_matches(settings.dataset, known, n=1)
                 hint = f"; did you mean {_show(near[0])}?" if near else ""
-                self.problem("training.dataset", f"expected one of {', '.join(map(_show, known))}{hint}")
+                self.problem(f"{section}.dataset", f"expected one of {', '.join(map(_show, known))}{hint}")
 
     def _folder(self, key: str, path: str) -> Path | None:
-        for start in (Path.cwd(), self.source.path.resolve().parent):
+        for start in (Path.cwd(), self.source.folder(tuple(key.split("."))).resolve()):
             if (start / path).is_dir():
                 return start / path
         self.problem(key, "no such folder; leave the key out for the package's own tokenizer")
@@ -669,18 +690,34 @@ class _Check:
                     "checkpoint.initial_load_path", "no such folder; name one step's, such as checkpoint/step-0"
                 )
 
-    def unsupported(self) -> None:
-        from trn_dist.titan.corpus import CORPORA
+    def exact_sums(self, layout: Layout) -> None:
+        if not self.config.neuron.exact_sums:
+            return
+        others = {"tensor": layout.tp, "context": layout.cp, "pipeline": layout.pp, "expert": layout.ep}
+        named = [f"{name} parallel {degree}" for name, degree in others.items() if degree > 1]
+        if layout.dp_replicate > 1 and layout.dp_shard > 1:
+            named.append(f"HSDP {layout.dp_replicate} x {layout.dp_shard}")
+        if named:
+            self.problem(
+                "neuron.exact_sums", f"works with DDP and FSDP2 alone, and this layout has {' and '.join(named)}"
+            )
+        training = self.config.training
+        if layout.dp_shard > 1 and {training.mixed_precision_param, training.mixed_precision_reduce} != {"float32"}:
+            self.problem("neuron.exact_sums", 'needs training.mixed_precision_param and _reduce = "float32"')
 
-        if self.config.compile.enable and self.config.compile.backend == "inductor":
-            self.problem(
-                "compile.backend",
-                'Inductor has no backend for neuron; "eager" and "aot_eager" work, or compile.enable = false',
-            )
-        if self.config.validation.enable and self.config.validation.dataset in CORPORA:
-            self.problem(
-                "validation.dataset", "the validation loop reads TorchTitan's own data sets only, such as c4_test"
-            )
+    def unsupported(self) -> None:
+        if self.config.compile.enable:
+            from torch._dynamo import list_backends
+
+            backends = list_backends(exclude_tags=())
+            if self.config.compile.backend not in backends:
+                near = difflib.get_close_matches(self.config.compile.backend, backends, n=1)
+                hint = f"; did you mean {_show(near[0])}?" if near else ""
+                self.problem(
+                    "compile.backend",
+                    'no such backend; "neuron" (or "inductor", which makes way for it), "eager" and "aot_eager" '
+                    f"work{hint}",
+                )
         if self.config.comm.mode != "default":
             self.problem("comm.mode", 'trn train starts real ranks; expected "default"')
 
@@ -692,18 +729,19 @@ def _write_table(lines: list[str], above: tuple[str, ...], table: Mapping[str, A
     values = {key: value for key, value in table.items() if not isinstance(value, dict) and value is not None}
     if values and above:
         lines += ["", f"[{'.'.join(above)}]"]
-    lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+    lines += [f"{key} = {toml_value(value)}" for key, value in values.items()]
     for key, value in table.items():
         if isinstance(value, dict):
             _write_table(lines, (*above, key), value)
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value of a recipe as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         # JSON's escapes are TOML's, save that JSON leaves DEL as it is.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
-        return f"[{', '.join(map(_toml_value, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     return repr(value)

@@ -14,16 +14,20 @@ A run folder holds
 ``metrics/``        the same before the ranks were joined, one file a rank
 ``logs/``           everything a rank printed, one file a rank
 ``trace/``          with ``--trace``: virtual time for Perfetto, ``trace.json`` of all ranks and one file a rank
+``program/``        with ``--record``: what the ranks launched, for ``trn replay``, two files a rank
 ==================  ==================================================================================================
 
 beside what TorchTitan writes to ``job.dump_folder`` (checkpoints, TensorBoard, traces).
 """
 
 import contextlib
+import dataclasses
 import datetime
+import errno
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -31,13 +35,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trn_dist.faults import Fault, parse_fault
+from trn_dist.timing.program import RECORD_VARIABLE
 from trn_dist.timing.trace import JOINED_TRACE, TRACE_VARIABLE, join_traces
-from trn_dist.titan.metrics import METRICS_FOLDER, Step
+from trn_dist.timing.virtual_world import TIMING_ONLY_VARIABLE
+from trn_dist.titan.metrics import LAST_STEP_TABLE, METRICS_FILE, METRICS_FOLDER, Step, recover_steps
 from trn_dist.titan.progress import RunProgress, show_bytes, show_duration, show_parts, show_prediction
 from trn_dist.titan.recipe import Recipe, RecipeError, resolve, to_toml
 
 RUNS_FOLDER = Path("runs")
 TRACE_FOLDER = "trace"
+PROGRAM_FOLDER = "program"
+_FULL_BYTES = 1 << 20
+"""With less room than this on its disk, a run that failed is told that it is full."""
 
 # Imported once, before the ranks are forked. Not torchtitan.train itself: each rank runs that as its main program.
 _PRELOAD = (
@@ -54,6 +64,10 @@ def run(
     run_dir: Path | None = None,
     show_rank: int | None = None,
     trace: bool = False,
+    record: bool = False,
+    timing_only: bool = False,
+    faults: tuple[Fault, ...] = (),
+    as_json: bool = False,
 ) -> int:
     """Trains a recipe and shows it on the terminal.
 
@@ -64,38 +78,63 @@ def run(
             checkpoints are enabled, which then resume it.
         show_rank: also show what this rank prints, TorchTitan's own log lines; they are in ``logs/`` in any case.
         trace: write a trace of virtual time to ``trace/trace.json``, for Perfetto.
+        faults: what goes wrong on purpose, beside what the recipe asks for.
+        record: write what the ranks launch to ``program/``, for ``trn replay``.
+        timing_only: compute no numbers; one process stands for all ranks, see :mod:`trn_dist.timing.virtual_world`.
+        as_json: print what ``run.json`` holds, the run folder and the last step as one object, and all else on stderr.
 
     Returns:
         0 when all ranks ended with 0; 2 for a wrong recipe; 1 when the ranks' figures contradict each other; else the
         launcher's exit code.
     """
     from trn_dist.launcher import LaunchError, LaunchPlan, Program, launch
-    from trn_dist.launcher.plan import CORES_PER_NODE
+    from trn_dist.launcher.plan import simulated_cluster
 
     try:
         resolved = resolve(recipe, overrides)
+        if timing_only:
+            _check_timing_only(resolved, faults)
+        nodes = simulated_cluster().nodes_for(resolved.ranks)
         folder = _run_folder(resolved, run_dir)
-    except RecipeError as error:
-        for problem in error.problems:
+    except (RecipeError, LaunchError) as error:
+        for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
             print(f"trn train: {problem}", file=sys.stderr)
         return 2
-    facts = _prepare(resolved, folder)
-    _announce(resolved, folder)
+    faults = (*(parse_fault(text) for text in resolved.config.neuron.faults), *faults)
+    try:
+        facts = _prepare(resolved, folder, faults)
+    except OSError as error:
+        _complain(folder, error)
+        return 1
+    shown = sys.stderr if as_json else sys.stdout
+    print(_announcement(resolved, folder), file=shown, flush=True)
+    program = Program("torchtitan.train", ("--job.config_file", str(folder / "recipe.toml")), is_module=True)
+    processes = resolved.ranks
+    if timing_only:
+        program = program.as_lone_rank(resolved.ranks, nodes)
+        processes = nodes = 1
     plan = LaunchPlan(
-        program=Program("torchtitan.train", ("--job.config_file", str(folder / "recipe.toml")), is_module=True),
-        world_size=resolved.ranks,
-        nodes=_nodes(resolved.ranks, CORES_PER_NODE),
+        program=program,
+        world_size=processes,
+        nodes=nodes,
+        faults=faults,
         preload=_PRELOAD,
         shown_local_ranks=frozenset() if show_rank is None else frozenset({show_rank}),
         log_dir=folder / "logs",
     )
     settings = resolved.config.neuron
     bar = None if settings.progress == "auto" else settings.progress == "bar"
-    progress = RunProgress(folder, resolved.ranks, resolved.tokens_per_step, resolved.config.training.steps, bar)
+    progress = RunProgress(folder, processes, resolved.tokens_per_step, resolved.config.training.steps, bar, shown)
+    for fault in faults:
+        print(f"fault: {fault.text}", file=shown, flush=True)
     progress.start()
     exit_code = 1
-    if trace:
-        os.environ[TRACE_VARIABLE] = str(folder / TRACE_FOLDER)
+    environment = {
+        **({TRACE_VARIABLE: str(folder / TRACE_FOLDER)} if trace else {}),
+        **({RECORD_VARIABLE: str(folder / PROGRAM_FOLDER)} if record else {}),
+        **({TIMING_ONLY_VARIABLE: "1"} if timing_only else {}),
+    }
+    os.environ |= environment
     try:
         exit_code = launch(plan)
     except LaunchError as error:
@@ -105,18 +144,50 @@ def run(
         if progress.error is not None:
             print(f"trn train: the ranks contradict each other: {progress.error}", file=sys.stderr)
             exit_code = exit_code or 1
-        _conclude(facts, folder, progress, exit_code, seconds)
-        if trace:
-            del os.environ[TRACE_VARIABLE]
-            with contextlib.suppress(FileNotFoundError):  # no rank came as far as an operator
-                join_traces(folder / TRACE_FOLDER)
-    _summarise(resolved, folder, progress, exit_code, seconds)
+        for name in environment:
+            del os.environ[name]
+        if record and exit_code == 0 and len(list((folder / PROGRAM_FOLDER).glob("rank-*.json"))) < processes:
+            print(f"trn train: --record: not every rank could write to {folder / PROGRAM_FOLDER}", file=sys.stderr)
+            exit_code = 1
+        try:
+            if progress.unwritten is not None:
+                raise progress.unwritten
+            if trace:
+                with contextlib.suppress(FileNotFoundError):  # no rank came as far as an operator
+                    join_traces(folder / TRACE_FOLDER)
+            _conclude(facts, folder, progress, exit_code, seconds)
+            if exit_code and shutil.disk_usage(folder).free < _FULL_BYTES:  # whatever else was said about it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            _complain(folder, error)
+            exit_code = exit_code or 1
+    print(_summary(resolved, folder, progress, exit_code, seconds), file=shown, flush=True)
+    if as_json:
+        last = None if progress.last is None else dataclasses.asdict(progress.last)
+        print(json.dumps(_plain({**facts, "run_folder": str(folder), "last_step": last}), indent=2), flush=True)
     return exit_code
 
 
-def _nodes(ranks: int, cores_per_node: int) -> int:
-    """The smallest number of nodes that the ranks divide evenly over."""
-    return next(nodes for nodes in range(-(-ranks // cores_per_node), ranks + 1) if ranks % nodes == 0)
+def _check_timing_only(recipe: Recipe, faults: tuple[Fault, ...]) -> None:
+    """Raises RecipeError for what has no meaning without numbers, or with one rank in the place of all."""
+    config = recipe.config
+    problems = []
+    if recipe.layout.pp > 1:
+        problems.append(
+            f"parallelism.pipeline_parallel_degree = {recipe.layout.pp}: with --timing-only one process stands for all "
+            "ranks, and a pipeline's stages do different things; must be 1"
+        )
+    if recipe.layout.ep > 1:
+        problems.append(
+            f"parallelism.expert_parallel_degree = {recipe.layout.ep}: with --timing-only no token is routed, and how "
+            "many go where decides the shapes; must be 1"
+        )
+    if config.checkpoint.enable or config.checkpoint.create_seed_checkpoint:
+        problems.append("checkpoint.enable = true: with --timing-only there are no numbers to save; must be false")
+    if faults or config.neuron.faults:
+        problems.append("neuron.faults, --fault: with --timing-only there is one process, and no other to go wrong")
+    if problems:
+        raise RecipeError(problems)
 
 
 def _run_folder(recipe: Recipe, run_dir: Path | None) -> Path:
@@ -128,7 +199,7 @@ def _run_folder(recipe: Recipe, run_dir: Path | None) -> Path:
         while run_dir.exists():
             run_dir = RUNS_FOLDER / f"{recipe.name}-{now}-{number}"
             number += 1
-    elif (run_dir / "metrics.jsonl").exists() and not recipe.config.checkpoint.enable:
+    elif (run_dir / METRICS_FILE).exists() and not recipe.config.checkpoint.enable:
         raise RecipeError(
             [
                 f"--run-dir {run_dir}: holds a run already; name another folder, or resume that run from its "
@@ -140,12 +211,15 @@ def _run_folder(recipe: Recipe, run_dir: Path | None) -> Path:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError([f"--run-dir {run_dir}: {error.strerror}"]) from error
-    # The metrics of an earlier run stand in metrics.jsonl, joined; its ranks' files would be taken for this run's.
+    # The ranks' files of an earlier run would be taken for this run's.
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, KeyError):
+        earlier = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        recover_steps(run_dir, earlier["ranks"], earlier["tokens_per_step"])
     shutil.rmtree(run_dir / METRICS_FOLDER, ignore_errors=True)
     return run_dir.resolve()
 
 
-def _prepare(recipe: Recipe, folder: Path) -> dict[str, Any]:
+def _prepare(recipe: Recipe, folder: Path, faults: tuple[Fault, ...]) -> dict[str, Any]:
     """Writes the resolved recipe and what is known of the run before it starts; returns the latter."""
     import torch
 
@@ -181,8 +255,14 @@ def _prepare(recipe: Recipe, folder: Path) -> dict[str, Any]:
     if config.training.dataset in CORPORA:
         corpus = open_corpus(config.training.dataset, config.training.dataset_path, config.neuron.text_field)
         facts["text"] |= {"files": len(corpus.files), "fingerprint": corpus.fingerprint()}
+    if faults:
+        facts["faults"] = [fault.text for fault in faults]
     _write_json(folder / "run.json", facts)
     return facts
+
+
+def _complain(folder: Path, error: OSError) -> None:
+    print(f"trn train: {error.filename or f'run folder {folder}'}: {error.strerror}", file=sys.stderr)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
@@ -191,7 +271,14 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     part.replace(file)
 
 
-def _announce(recipe: Recipe, folder: Path) -> None:
+def _plain(value: Any) -> Any:
+    """Without NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _announcement(recipe: Recipe, folder: Path) -> str:
     config = recipe.config
     accumulation = f", {recipe.accumulation_steps} accumulation steps" if recipe.accumulation_steps > 1 else ""
     if config.checkpoint.create_seed_checkpoint:
@@ -202,10 +289,9 @@ def _announce(recipe: Recipe, folder: Path) -> None:
             f"{accumulation}, text: {config.training.dataset}"
         )
     cores = "NeuronCore" if recipe.ranks == 1 else "NeuronCores"
-    print(
+    return (
         f"{config.model.name} {config.model.flavor} on {recipe.ranks} simulated {cores}: {recipe.layout}\n{work}\n"
-        f"run folder: {_shown_path(folder)}",
-        flush=True,
+        f"run folder: {_shown_path(folder)}"
     )
 
 
@@ -226,7 +312,7 @@ def _conclude(facts: dict[str, Any], folder: Path, progress: RunProgress, exit_c
     _write_json(folder / "run.json", facts)
 
 
-def _summarise(recipe: Recipe, folder: Path, progress: RunProgress, exit_code: int, seconds: float) -> None:
+def _summary(recipe: Recipe, folder: Path, progress: RunProgress, exit_code: int, seconds: float) -> str:
     first, last = progress.first, progress.last
     steps = recipe.config.training.steps
     checkpoint = recipe.config.checkpoint
@@ -234,6 +320,8 @@ def _summarise(recipe: Recipe, folder: Path, progress: RunProgress, exit_code: i
         result = f"seed checkpoint in {_shown_path(folder / checkpoint.folder / 'step-0')}"
     elif first is None or last is None:
         result = "no step was completed"
+    elif math.isnan(last.loss) and (folder / LAST_STEP_TABLE).exists():
+        result = f"no numbers were computed, HBM peak {show_bytes(last.hbm_reserved_peak_bytes)}"
     elif last.step == first.step:
         result = f"loss {last.loss:.4f} in step {last.step}"
     else:
@@ -245,11 +333,16 @@ def _summarise(recipe: Recipe, folder: Path, progress: RunProgress, exit_code: i
     else:
         reached = last.step if last is not None else 0
         ended = f"ended early (exit code {exit_code}) after {show_duration(seconds)}, step {reached} of {steps}"
+    lines = []
     if last is not None and last.predicted is not None:
-        print(f"last step, rank {last.predicted.rank}, {show_prediction(last.predicted)}")
-        print(f"of which {show_parts(last.predicted)}")
+        lines.append(f"last step, rank {last.predicted.rank}, {show_prediction(last.predicted)}")
+        lines.append(f"of which {show_parts(last.predicted)}")
+        if (folder / LAST_STEP_TABLE).exists():
+            lines.append((folder / LAST_STEP_TABLE).read_text(encoding="utf-8").rstrip())
         if last.predicted.irreproducible:
-            print(f"predicted times may differ from run to run: {last.predicted.irreproducible}")
-    if (folder / TRACE_FOLDER / JOINED_TRACE).exists():
-        print(f"trace: {_shown_path(folder / TRACE_FOLDER / JOINED_TRACE)} (https://ui.perfetto.dev)")
-    print(f"{ended}: {result}\nrun folder: {_shown_path(folder)}", flush=True)
+            lines.append(f"predicted times may differ from run to run: {last.predicted.irreproducible}")
+    if exit_code == 0 and (folder / TRACE_FOLDER / JOINED_TRACE).exists():
+        lines.append(f"trace: {_shown_path(folder / TRACE_FOLDER / JOINED_TRACE)} (https://ui.perfetto.dev)")
+    if exit_code == 0 and (folder / PROGRAM_FOLDER).exists():
+        lines.append(f"recorded: trn replay {_shown_path(folder)} --cluster NAME")
+    return "\n".join([*lines, f"{ended}: {result}", f"run folder: {_shown_path(folder)}"])

@@ -16,6 +16,9 @@ Corrections (files and lines of TorchTitan 0.2.1):
 * ``tools/profiling.py:107,134``: memory snapshots are asked of ``torch.cuda.memory``. Fixed upstream in 0.2.2.
 * ``config/manager.py:47``, ``parse_args``: its default ``sys.argv[1:]`` is taken when the module is imported, so
   ranks forked from a process that imported it would read that process's arguments.
+* ``distributed/activation_checkpoint.py:112``, per-operator selective checkpointing: PyTorch 2.13 refuses a region that
+  opens more of the profiler's spans when it is recomputed than it did before. FSDP2 does in a pipeline with expert
+  parallelism, on any device: a span for each all-gather. Spans are left out of the comparison.
 """
 
 import importlib.abc
@@ -108,8 +111,25 @@ def _correct_arguments(manager: Any) -> None:
     manager.ConfigManager.parse_args = parse_args
 
 
+def _correct_activation_checkpoint(module: Any) -> None:
+    """``distributed/activation_checkpoint.py``: what its policy decides on are operators, not the profiler's spans."""
+    import torch
+    import torch.utils.checkpoint
+
+    spans = torch.ops.profiler
+    torch.utils.checkpoint.SAC_IGNORED_OPS.update(
+        {
+            spans._record_function_enter.default,
+            spans._record_function_enter_new.default,
+            spans._record_function_exit.default,
+            spans._record_function_exit._RecordFunction,
+        }
+    )
+
+
 _CORRECTIONS: dict[str, Callable[[Any], None]] = {
     "torchtitan.config.manager": _correct_arguments,
+    "torchtitan.distributed.activation_checkpoint": _correct_activation_checkpoint,
     "torchtitan.tools.utils": _correct_peak_flops,
     "torchtitan.tools.profiling": _correct_profiling,
 }
