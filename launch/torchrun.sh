@@ -11,6 +11,8 @@ NPROC_PER_NODE=${NPROC_PER_NODE:-8}   # ranks on this machine, at most 64: the l
 NNODES=${NNODES:-1}                   # machines
 RDZV_ENDPOINT=${RDZV_ENDPOINT:-}      # host:port of the machine where they meet, for NNODES above 1
 RDZV_ID=${RDZV_ID:-trn_dist}          # the same on all machines of a run, different between runs
+RDZV_CONF=${RDZV_CONF:-}             # such as is_host=1 on the machine where they meet and is_host=0 on the others
+LOCAL_ADDR=${LOCAL_ADDR:-}           # address of this machine, where the others cannot resolve its name
 MAX_RESTARTS=${MAX_RESTARTS:-0}       # restarts of all ranks after one of them failed
 LOCAL_RANKS_FILTER=${LOCAL_RANKS_FILTER:-0}
 LOG_DIR=${LOG_DIR:-}                  # folder for each rank's output
@@ -36,6 +38,12 @@ if [[ $NNODES -gt 1 ]]; then
     exit 2
   fi
   options+=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "$RDZV_ID")
+  if [[ -n $RDZV_CONF ]]; then
+    options+=(--rdzv-conf "$RDZV_CONF")
+  fi
+  if [[ -n $LOCAL_ADDR ]]; then
+    options+=(--local-addr "$LOCAL_ADDR")
+  fi
 else
   options+=(--standalone)
 fi

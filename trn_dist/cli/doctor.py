@@ -24,6 +24,8 @@ from pathlib import Path
 
 import click
 
+from trn_dist.launcher.host import usable_memory_bytes
+
 REQUIRED_TORCH = "2.13.0"
 TORCHTITAN_RANGE = ((0, 2, 1), (0, 3))
 """At least the first, below the second."""
@@ -151,22 +153,8 @@ def check_cores() -> Finding:
     return Finding("host cores", Verdict.OK, f"{cores} usable of {os.cpu_count()}")
 
 
-def _control_group_limit() -> int | None:
-    """Bytes that a container allows this process; None without a limit."""
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() and int(text) < 1 << 60 else None
-    return None
-
-
 def check_memory() -> Finding:
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = _control_group_limit()
-    usable = min(available, limit) if limit is not None else available
+    usable = usable_memory_bytes()
     found = f"{usable / _GIB:.1f} GiB usable"
     if usable < 8 * _RANK_MEMORY_BYTES:
         return Finding(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
 
@@ -70,6 +72,7 @@ Exit codes:
     metavar="SECONDS",
     help="End a run that makes no step for so long.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON instead of the table.")
 def parity(
     recipe: str,
     overrides: tuple[str, ...],
@@ -82,6 +85,7 @@ def parity(
     out: Path,
     cache: Path | None,
     stall_s: float,
+    as_json: bool,
 ) -> None:
     """Prove that layouts of RECIPE train the same model, or find out where they differ.
 
@@ -103,20 +107,29 @@ def parity(
 
         from trn_dist.parity.comparison import DEFAULT_LAYOUTS, ComparisonFailed, compare
         from trn_dist.parity.layout import LayoutError, parse_layout, parse_layouts
+        from trn_dist.parity.report import as_json as comparison_as_json
         from trn_dist.parity.report import print_table, write_report
         from trn_dist.parity.run_queue import RunQueue
         from trn_dist.parity.training import default_cache
         from trn_dist.titan.recipe import RecipeError
     except ImportError as error:
         raise click.ClickException(f"{error}; `trn doctor` shows what is missing") from None
+    if not bisect:
+        # Before runs that take minutes, not after them.
+        out.mkdir(parents=True, exist_ok=True)
+        if not os.access(out, os.W_OK):
+            raise click.ClickException(f"--out {out}: cannot be written")
     queue = RunQueue(cache or default_cache(), stall_s)
     try:
         if bisect:
-            from trn_dist.parity.divergence import bisect_layouts, print_divergence
+            from trn_dist.parity.divergence import bisect_layouts, divergence_as_json, print_divergence
 
             a, b = map(parse_layout, bisect)
             divergence = bisect_layouts(path, a, b, list(overrides), queue=queue, steps=steps, step=step)
-            print_divergence(divergence, Console())
+            if as_json:
+                click.echo(json.dumps(divergence_as_json(divergence), indent=2))
+            else:
+                print_divergence(divergence, Console())
             sys.exit(0 if divergence.equal else 1)
         modes = {"both": (False, True), "off": (False,), "on": (True,)}[clipping]
         chosen = parse_layouts(DEFAULT_LAYOUTS if layouts is None else layouts)
@@ -127,7 +140,11 @@ def parity(
         sys.exit(2)
     except ComparisonFailed as error:
         raise click.ClickException(str(error)) from None
-    print_table(comparison, Console())
-    for file in write_report(comparison, out):
-        click.echo(file)
+    files = write_report(comparison, out)
+    if as_json:
+        click.echo(json.dumps(comparison_as_json(comparison), indent=2))
+    else:
+        print_table(comparison, Console())
+        for file in files:
+            click.echo(file)
     sys.exit(0 if comparison.passes else 1)

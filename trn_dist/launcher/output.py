@@ -6,12 +6,18 @@ Writes to the launcher's own stdout and stderr and to the log files. Called by `
 from __future__ import annotations
 
 import collections
+import errno
 import os
 import select
 from collections.abc import Iterable
 from pathlib import Path
 
 STDOUT, STDERR = 1, 2
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+lost: set[int] = set()
+"""Which of the launcher's streams lead to a full disk, so that something of what ranks printed is missing."""
 
 _LONGEST_LINE_BYTES = 64 * 1024
 _TAIL_LINES = 40
@@ -31,7 +37,12 @@ def write_terminal(fd: int, data: bytes) -> None:
             select.select([], [fd], [])
         except BrokenPipeError:
             raise TerminalClosedError from None
-        except OSError:  # a terminal that was hung up; the run goes on, the log files have it all
+        except OSError as error:
+            # A terminal that was hung up, or a full disk; the run goes on, and log files have it all.
+            if error.errno in _DISK_FULL and fd not in lost:
+                lost.add(fd)
+                if fd == STDOUT:
+                    say(f"stdout: {error.strerror}; what is printed from now on is lost, the run goes on")
             return
 
 

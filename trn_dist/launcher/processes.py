@@ -35,6 +35,11 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def outlive_parent() -> None:
+    """Undo ``die_with_parent``."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent dies, so that they can be ended and reaped."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -60,6 +65,46 @@ def other_threads() -> list[str]:
             except OSError:  # it has ended meanwhile
                 continue
     return sorted(names)
+
+
+def stat_fields(pid: int) -> list[str]:
+    """What the kernel tells of a process after its name: state, parent, ... Raises OSError when it has ended."""
+    # The name in brackets may hold anything, brackets too.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def children(parent_pid: int) -> list[int]:
+    """Pids of the live processes whose parent is ``parent_pid``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = stat_fields(int(entry.name))
+            except OSError:  # ended meanwhile
+                continue
+            if int(fields[1]) == parent_pid and fields[0] != "Z":
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with; empty when it has ended or belongs to another user."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def state(pid: int) -> str:
+    """What the kernel says a process is doing, such as ``S (sleeping)``."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("State:"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return "ended"
 
 
 def processes_of_run(run_id: str) -> list[int]:

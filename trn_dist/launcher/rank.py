@@ -1,9 +1,9 @@
 """What a process forked from the zygote does to become a rank: it ends up as ``python -u script.py`` begins.
 
-Runs in the rank only, called by ``zygote``. Differences from a fresh interpreter that a program can see: modules that
-the zygote imported are there already, all ranks of a node share one string hash seed, and at the end exit handlers
-run and open files are flushed but the interpreter is not torn down (with torch loaded that costs 0.3 s of CPU a
-rank).
+Runs in the rank only, called by ``zygote``. With ``--no-fork`` it becomes that very command. Otherwise it differs from
+a fresh interpreter in what a program can see: modules that the zygote imported are there already, all ranks of a node
+share one string hash seed, and at the end exit handlers run and open files are flushed but the interpreter is not torn
+down (with torch loaded that costs 0.3 s of CPU a rank).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
-from trn_dist.launcher import control, processes
+from trn_dist.launcher import control, processes, stacks
 from trn_dist.launcher.plan import Program
 
 
@@ -40,6 +40,8 @@ class RankRequest:
     stdout_fd: int
     stderr_fd: int
     channel: socket.socket  # to the supervisor, for the report of a failure
+    scratch: str = ""  # the run's folder for temporary files, which the answers to `trn stacks` go to
+    fork: bool = True  # go on in this process, else start an interpreter in its place
 
 
 def become(request: RankRequest) -> NoReturn:
@@ -51,12 +53,17 @@ def become(request: RankRequest) -> NoReturn:
     os.dup2(request.stderr_fd, 2)
     os.close(request.stdout_fd)
     os.close(request.stderr_fd)
+    program = request.program
+    command = [sys.executable, "-u", *(["-m"] if program.is_module else []), program.target, *program.args]
+    if not request.fork:
+        os.execve(sys.executable, command, request.environment)
     os.environ.clear()
     os.environ.update(request.environment)
     _reseed()
-    program = request.program
+    if request.scratch:
+        stacks.register(request.scratch, request.rank)
     sys.argv = [program.target, *program.args]
-    sys.orig_argv = [sys.executable, "-u", *(["-m"] if program.is_module else []), program.target, *program.args]
+    sys.orig_argv = command
     _exit(_run(program, request.rank, request.channel))
 
 

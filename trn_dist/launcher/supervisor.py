@@ -1,8 +1,8 @@
 """The launcher's own process: starts the zygote, watches the ranks, ends the run.
 
-One thread and one loop over signals, the control channel and the ranks' pipes. The first rank that fails decides the
-exit code and is shown with its traceback; the others are asked to stop (SIGTERM) and killed after a grace period. A
-signal from the user is passed on; a second one kills. Called by ``trn_dist.cli`` and ``trn_dist.titan`` through
+One thread and one loop over signals, the control channel and the ranks' pipes. The first rank that fails is shown with
+its traceback; the others are asked to stop (SIGTERM) and killed after a grace period. A signal from the user is passed
+on; a second one kills; SIGUSR1 shows where each rank stands. Called by ``trn_dist.cli`` and ``trn_dist.titan`` through
 ``launch``; imports no torch.
 """
 
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from trn_dist.launcher import control, environment, output, processes
+from trn_dist.launcher import control, environment, output, processes, stacks
 from trn_dist.launcher.plan import LaunchError, LaunchPlan
 
 _START_TIMEOUT_S = 300.0
@@ -42,15 +42,15 @@ _KILL_ATTEMPTS = 3
 _READ_BYTES = 1 << 16
 _DRAIN_READS = 1024
 """At most 64 MiB at once from a rank that fails while another of its threads goes on printing."""
-_SPARE_DESCRIPTORS = 64
+_SHOWN_CHARS = 1000
 
 
 def launch(plan: LaunchPlan) -> int:
     """Run a plan to its end in the calling process, which must be in its main thread.
 
     Returns:
-        The exit code: 0 when every rank exited with 0; else that of the first rank that failed, or 128 + N when
-        signal N killed it; 128 + N when the launcher was stopped by signal N; 1 when the launcher itself failed.
+        The exit code: 0 when every rank exited with 0; 1 when a rank failed, as torchrun has it (the rank's own code
+        is in the report), or the launcher itself; 128 + N when the launcher was stopped by signal N.
 
     Raises:
         LaunchError: the run could not start. Nothing is left behind.
@@ -125,17 +125,26 @@ class _Run:
         self.channel, zygote_end = control.pair()
         program = plan.program
         command = [sys.executable, "-u", str(Path(__file__).with_name("zygote.py")), str(zygote_end.fileno())]
-        command += [",".join(plan.preload), "-m" if program.is_module else "-", program.target, *program.args]
+        command += [
+            "fork" if plan.fork else "exec",
+            ",".join(plan.preload),
+            "-m" if program.is_module else "-",
+            program.target,
+            *program.args,
+        ]
         with zygote_end:
             try:
                 self.zygote = subprocess.Popen(
                     command,
-                    env=environment.run_environment(os.environ, self.run_id),
+                    env=environment.run_environment(os.environ, self.run_id) | plan.environment(),
                     pass_fds=[zygote_end.fileno()],
                     start_new_session=True,  # Ctrl-C in the terminal is for the launcher, which passes it on
                 )
             except OSError as error:
                 raise LaunchError(f"the warm process cannot be started: {error}") from None
+        if plan.nice:  # all other processes of the run inherit it
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, self.zygote.pid, min(19, own + plan.nice))
         self._raise_descriptor_limit()
         self.selector.register(self.channel, selectors.EVENT_READ)
 
@@ -147,7 +156,7 @@ class _Run:
             except OSError as error:
                 raise LaunchError(f"--log-dir {plan.log_dir}: {error.strerror}") from None
         local_ranks = range(plan.local_world_size) if plan.shown_local_ranks is None else plan.shown_local_ranks
-        prefixed = len(local_ranks) * plan.nodes > 1
+        prefixed = plan.prefixed and len(local_ranks) * plan.nodes > 1
         for rank in range(plan.world_size):
             log_path = plan.log_dir / f"rank{rank}.log" if plan.log_dir is not None else None
             shown = rank % plan.local_world_size in local_ranks
@@ -157,15 +166,10 @@ class _Run:
                 raise LaunchError(f"{log_path}: {error.strerror}") from None
 
     def _raise_descriptor_limit(self) -> None:
-        """Two pipes and a log file a rank. Called after the zygote started, so that ranks keep the user's limit."""
-        needed = 3 * self.plan.world_size + _SPARE_DESCRIPTORS
+        """Called after the zygote started, so that ranks keep the user's limit. The plan has checked the hard limit."""
+        needed = self.plan.descriptors
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < needed:
-            if hard != resource.RLIM_INFINITY and hard < needed:
-                raise LaunchError(
-                    f"{self.plan.world_size} ranks need {needed} file descriptors (3 a rank and {_SPARE_DESCRIPTORS}), "
-                    f"but the hard limit is {hard}: ulimit -Hn {needed}"
-                )
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
             self.descriptor_limit = (soft, hard)
 
@@ -175,7 +179,7 @@ class _Run:
         for fd in self.wake_fds:
             os.set_blocking(fd, False)
         self.old_wakeup_fd = signal.set_wakeup_fd(self.wake_fds[1], warn_on_full_buffer=False)
-        for name in (*environment.FORWARDED_SIGNALS, "SIGCHLD"):
+        for name in (*environment.FORWARDED_SIGNALS, "SIGUSR1", "SIGCHLD"):
             number = signal.Signals[name]
             old = signal.getsignal(number)
             if old is signal.SIG_IGN and name != "SIGCHLD":  # nohup, or a background job of a script: stays ignored
@@ -208,7 +212,7 @@ class _Run:
             self._tell_others()
         except output.TerminalClosedError:
             return 128 + signal.SIGPIPE
-        return self.exit_code or 0
+        return self.exit_code or int(bool(output.lost))
 
     def _meet_deadlines(self) -> float | None:
         """Do what is due; returns the seconds until something else is, None for never."""
@@ -252,7 +256,12 @@ class _Run:
     def _on_ready(self, message: dict[str, Any]) -> None:
         assert self.listener is not None
         self.zygote_ready = True
-        self._send({"op": "begin", "scratch": self.scratch}, [self.listener.fileno()])
+        program = self.plan.program
+        run = {
+            "local_world_size": self.plan.local_world_size,
+            "command": " ".join((*(["-m"] if program.is_module else []), program.target, *program.args))[:_SHOWN_CHARS],
+        }
+        self._send({"op": "begin", "scratch": self.scratch, "run": run}, [self.listener.fileno()])
         self._spawn(0)
 
     def _on_refused(self, message: dict[str, Any]) -> None:
@@ -305,18 +314,23 @@ class _Run:
             self._close_pipe(fd, message["rank"])
         rank.output.finish()
         if rank.status and self.exit_code is None and not rank.error:
-            code = rank.status if rank.status > 0 else 128 - rank.status
-            self._first_failure(message["rank"], code, _describe(rank.status), b"")
+            self._first_failure(message["rank"], self._why(message["rank"], rank.status), b"")
+
+    def _why(self, rank: int, status: int) -> str:
+        for fault in self.plan.faults:
+            if (fault.rank, fault.kind, status) == (rank, "kill", -signal.SIGKILL):
+                return f"was killed by SIGKILL, as the fault {fault.text!r} asks"
+        return _describe(status)
 
     def _blame_suspect(self) -> None:
         assert self.suspect is not None
         number, text = self.suspect
-        self._first_failure(number, 1, self.ranks[number].error, text)
+        self._first_failure(number, self.ranks[number].error, text)
 
-    def _first_failure(self, number: int, code: int, reason: str, text: bytes) -> None:
+    def _first_failure(self, number: int, reason: str, text: bytes) -> None:
         rank = self.ranks[number]
         self.blame_at = None
-        self.exit_code = code
+        self.exit_code = 1
         self.first_failed = number
         after_s = time.monotonic() - self.start_time
         output.say(f"rank {number} failed first, after {after_s:.1f} s: {reason}")
@@ -343,6 +357,8 @@ class _Run:
         for number in numbers:
             if number == signal.SIGCHLD:
                 self._check_zygote()
+            elif number == signal.SIGUSR1:
+                self._show_stacks()
             elif signal.Signals(number) in self.old_handlers:
                 self._on_user_signal(signal.Signals(number))
 
@@ -363,6 +379,14 @@ class _Run:
         if self.exit_code is None:
             output.say(f"{what} {_describe(self.zygote.returncode)}; all ranks are killed")
             self.exit_code = 1
+
+    def _show_stacks(self) -> None:
+        assert self.zygote is not None
+        groups = stacks.grouped(stacks.collect(self.zygote.pid))
+        if not groups:
+            output.say("SIGUSR1: no rank runs yet or any more")
+        for ranks, text in groups:
+            output.say(f"{output.name_ranks(ranks)}:\n{text}")
 
     def _registered(self) -> list[Any]:
         return [key.fileobj for key in self.selector.get_map().values()]

@@ -1,8 +1,9 @@
 """The warm process: it imports torch once and forks a rank on request.
 
-Started by ``supervisor`` as ``python -u zygote.py CONTROL_FD PRELOAD -m|- TARGET ARGS...`` with the environment that
-all ranks share. It runs no operator, no backward and no thread, because neither survives a fork; it refuses to fork
-when an imported module has started a thread. It also forks the process that hosts the TCPStore, which needs a thread.
+Started by ``supervisor`` as ``python -u zygote.py CONTROL_FD fork|exec PRELOAD -m|- TARGET ARGS...`` with the
+environment that all ranks share. It runs no operator, no backward and no thread, because neither survives a fork; it
+refuses to fork when an imported module has started a thread. With ``exec`` (``--no-fork``) it imports nothing, and each
+rank starts an interpreter of its own. It also forks the process that hosts the TCPStore, which needs a thread.
 
 When the supervisor goes away, however it does, the zygote kills the whole run; when the zygote goes away the kernel
 kills the ranks (``processes.die_with_parent``).
@@ -13,6 +14,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import json
 import os
 import select
 import shutil
@@ -35,6 +37,7 @@ if __name__ == "__main__":
 from trn_dist.launcher import control, processes
 from trn_dist.launcher.plan import LaunchError, Program
 from trn_dist.launcher.rank import RankRequest, become
+from trn_dist.launcher.running import RUN_FILE
 
 WARM_MODULES = (
     "torch",
@@ -50,7 +53,12 @@ WARM_MODULES = (
 )
 
 # What the device imports at its first use, if torch has loaded it (not so with TORCH_DEVICE_BACKEND_AUTOLOAD=0).
-WARM_DEVICE_MODULES = ("trn_dist.hardware", "trn_dist.timing.cluster", "trn_dist.timing.chip_rates")
+WARM_DEVICE_MODULES = (
+    "trn_dist.hardware",
+    "trn_dist.timing.cluster",
+    "trn_dist.timing.chip_rates",
+    "trn_dist.neuron.telemetry",
+)
 
 # Thread pools that libraries would start at import. Set in this process only; ranks get the user's values back.
 _SINGLE_THREADED = {
@@ -66,21 +74,27 @@ _THREAD_SETTLE_S = 0.5
 def main() -> NoReturn:
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
-    preload = [name for name in sys.argv[2].split(",") if name]
-    program = Program(sys.argv[4], tuple(sys.argv[5:]), is_module=sys.argv[3] == "-m")
+    fork = sys.argv[2] == "fork"
+    preload = [name for name in sys.argv[3].split(",") if name]
+    program = Program(sys.argv[5], tuple(sys.argv[6:]), is_module=sys.argv[4] == "-m")
     environment = dict(os.environ)
     processes.set_thread_name("trn:zygote")
     processes.adopt_orphans()
+    processes.die_with_parent(os.getppid())  # while it imports, it does not see the channel close
     try:
-        import_s = _warm_up(program, preload)
+        import_s = warm_up(program, preload) if fork else 0.0
     except LaunchError as error:
         control.send(channel, {"event": "refused", "reason": str(error)})
         sys.exit(1)
-    control.send(channel, {"event": "ready", "import_s": import_s})
-    become(_serve(channel, program, environment))
+    processes.outlive_parent()  # from now on it ends the ranks first
+    try:
+        control.send(channel, {"event": "ready", "import_s": import_s})
+    except OSError:
+        sys.exit(1)  # the launcher has died
+    become(_serve(channel, program, environment, fork))
 
 
-def _warm_up(program: Program, preload: list[str]) -> float:
+def warm_up(program: Program, preload: list[str]) -> float:
     """Import what the ranks will need; returns the seconds it took. Raises LaunchError when forking would be unsafe."""
     start = time.monotonic()
     _refuse_threads("starting Python (a .pth file or sitecustomize)")
@@ -128,7 +142,7 @@ def _refuse_threads(cause: str) -> None:
         time.sleep(0.01)
 
 
-def _serve(channel: socket.socket, program: Program, environment: dict[str, str]) -> RankRequest:
+def _serve(channel: socket.socket, program: Program, environment: dict[str, str], fork: bool) -> RankRequest:
     """Answer the supervisor until it says so or is gone. Returns only in a forked child, with what it shall be."""
     ranks: dict[int, int] = {}  # pid of a live child -> its rank
     store_pid = 0
@@ -164,8 +178,9 @@ def _serve(channel: socket.socket, program: Program, environment: dict[str, str]
                 scratch = message["scratch"]
                 try:
                     os.mkdir(scratch, 0o700)
+                    Path(scratch, RUN_FILE).write_text(json.dumps(message["run"]))
                 except OSError as error:
-                    reason = f"the folder for temporary files {scratch} cannot be made: {error.strerror}"
+                    reason = f"the folder for temporary files {scratch} cannot be written: {error.strerror}"
                     control.send(channel, {"event": "refused", "reason": reason})
                 store_pid = _fork(channel, "the store for rendezvous")
                 if store_pid == 0:
@@ -177,7 +192,17 @@ def _serve(channel: socket.socket, program: Program, environment: dict[str, str]
                 if pid == 0:
                     leave_zygote()
                     rank_environment = {**environment, **message["environment"]}
-                    return RankRequest(message["rank"], program, rank_environment, zygote_pid, fds[0], fds[1], channel)
+                    return RankRequest(
+                        rank=message["rank"],
+                        program=program,
+                        environment=rank_environment,
+                        zygote_pid=zygote_pid,
+                        stdout_fd=fds[0],
+                        stderr_fd=fds[1],
+                        channel=channel,
+                        scratch=scratch,
+                        fork=fork,
+                    )
                 ranks[pid] = message["rank"]
                 control.send(channel, {"event": "started", "rank": message["rank"], "pid": pid})
             elif message["op"] == "signal":
