@@ -18,12 +18,13 @@ def test_a_wheel_holds_the_packages_and_the_data(tmp_path: Path) -> None:
     command += ["build_py", "--build-lib", str(tmp_path / "lib")]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     package = tmp_path / "lib" / "trn_dist"
-    for folder in ("configs", "recipes"):
-        expected = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*.toml")}
+    for folder, suffix in (("configs", ".toml"), ("recipes", ".toml"), ("recipes", ".py")):
+        expected = {path.relative_to(ROOT) for path in (ROOT / folder).rglob(f"*{suffix}")}
         assert expected
-        assert {path.relative_to(package) for path in (package / folder).rglob("*.toml")} == expected
+        assert {path.relative_to(package) for path in (package / folder).rglob(f"*{suffix}")} == expected
     modules = {path.relative_to(ROOT / "trn_dist") for path in (ROOT / "trn_dist").rglob("*.py")}
-    assert {path.relative_to(package) for path in package.rglob("*.py")} == modules
+    recipes = set((package / "recipes").rglob("*"))
+    assert {path.relative_to(package) for path in set(package.rglob("*.py")) - recipes} == modules
     assert (package / "titan" / "assets" / "tokenizer" / "tokenizer.json").exists()
     assert not list(package.rglob("*.cpp"))
 

@@ -14,13 +14,15 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.c10d import hosts
 
 DEADLINE_S = 60.0
 
@@ -58,6 +60,7 @@ class _Job:
     timeout_s: float
     fn: Callable[..., Any]
     args: tuple[Any, ...]
+    hosts: tuple[hosts.Host, ...]  # of each rank; empty: all on this one
 
 
 def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
@@ -67,7 +70,14 @@ def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     begin = time.monotonic()
     try:
-        store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
+        deadline = timedelta(seconds=DEADLINE_S)
+        if job.hosts:
+            job.hosts[rank].enter()
+            first = job.hosts[0]
+            leads = rank == 0 and bool(first.namespace)  # the store of this process is out of reach from there
+            store = dist.TCPStore(first.address, job.port, is_master=leads, timeout=deadline, wait_for_workers=False)
+        else:
+            store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=deadline)
         if job.backend:
             timeout = timedelta(seconds=job.timeout_s)
             dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.size, timeout=timeout)
@@ -117,12 +127,16 @@ def outcomes(
     backend: str = "neuron",
     timeout_s: float = 30.0,
     deadline_s: float = DEADLINE_S,
+    on: Sequence[hosts.Host] = (),
 ) -> list[Outcome]:
-    """Runs ``fn(rank, size, *args)`` on `size` ranks and tells what became of each. Fails the test when one hangs."""
+    """Runs ``fn(rank, size, *args)`` on `size` ranks and tells what became of each. Fails the test when one hangs.
+
+    `on` names a host for each rank; the job's store is then in the namespace of rank 0, if that has one.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pairs = [_context.Pipe(duplex=False) for _ in range(size)]
     report, report_end = _context.Pipe(duplex=False)
-    job = _Job(size, server.port, backend, timeout_s, fn, args)
+    job = _Job(size, server.port, backend, timeout_s, fn, args, tuple(on))
     parent = _context.Process(target=_fork_ranks, args=(job, [theirs for _, theirs in pairs], report_end))
     parent.start()
     for end in (*(theirs for _, theirs in pairs), report_end):

@@ -366,3 +366,47 @@ def odd_sizes(rank: int, size: int) -> None:
             check(tensor, reduced(size, numel, dtype, "AVG"), numel, dtype)
     if size > 1:
         every_collective(rank, size, "neuron", 20_011, torch.float32)
+
+
+def group_of(members: list[int]) -> dist.ProcessGroup:
+    """A group whose rank i is members[i]; new_group() alone would sort them. Collective over the job."""
+    return dist.distributed_c10d._new_group_with_tag(members, sort_ranks=False)
+
+
+def hierarchical(rank: int, size: int, kind: str, members: list[int], numel: int) -> None:
+    """Sums within aligned blocks of the group, then across them, against the sum over the group at once."""
+    flat = group_of(members)
+    place = members.index(rank) if rank in members else None
+    for block in (2, 4):
+        inner = [group_of(members[first : first + block]) for first in range(0, len(members), block)]
+        outer = [group_of(members[first::block]) for first in range(block)]
+        if place is None:
+            continue
+        within, across = inner[place // block], outer[place % block]
+        for dtype in (torch.float32, torch.bfloat16):
+            expected = reduced(len(members), numel, dtype, "SUM")
+            tensor = values(place, numel, dtype).to(device_of(kind, rank))
+            at_once = tensor.clone()
+            dist.all_reduce(at_once, group=flat)
+            check(at_once, expected, "flat", members, dtype)
+            # What lies between the stages keeps the accumulator's dtype, and is rounded once at the end.
+            by_stages = tensor.to(torch.float32, copy=True)
+            dist.all_reduce(by_stages, group=within)
+            dist.all_reduce(by_stages, group=across)
+            check(by_stages.to(dtype), expected, "all_reduce by stages", members, block, dtype)
+            whole = tensor.to(torch.float32, copy=True)
+            shard = torch.empty(numel // block, device=whole.device)
+            dist.reduce_scatter_single(shard, whole, group=within)
+            dist.all_reduce(shard, group=across)
+            dist.all_gather_single(whole, shard, group=within)
+            check(whole.to(dtype), expected, "as HSDP", members, block, dtype)
+
+
+@pytest.mark.parametrize("kind", ["neuron", "cpu"])
+@pytest.mark.parametrize(
+    "members",
+    [list(range(8)), [5, 2, 7, 0, 3, 6, 1, 4], [6, 1, 4, 3]],
+    ids=["in order", "out of order", "subgroup"],
+)
+def test_a_hierarchical_sum_has_the_bits_of_the_flat_one(members: list[int], kind: str) -> None:
+    ranks.run(8, hierarchical, kind, members, 40_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 # What c10d and DTensor return is declared wider than it is.
 # mypy: disable-error-code="union-attr, index, operator, assignment, attr-defined"
 import copy
+import functools
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ def train(model: nn.Module, rank: int, device: torch.device, steps: int = 4) -> 
         optimizer.step()
 
 
+@functools.cache
 def reference(size: int, steps: int = 4) -> list[torch.Tensor]:
     """One process that averages the gradients of all ranks' batches along the tree."""
     model = make_model(torch.device("cpu"))

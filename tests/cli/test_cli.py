@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from trn_dist import __version__
-from trn_dist.cli import trn
+from trn_dist.cli import _COMMANDS, trn
 from trn_dist.cli.train import find_recipe
 
 
@@ -24,7 +24,7 @@ def test_help_and_mistakes_do_not_import_torch() -> None:
     program = """
 import sys
 from click.testing import CliRunner
-from trn_dist.cli import trn
+from trn_dist.cli import _COMMANDS, trn
 for arguments in (["--help"], ["--version"], ["run", "--help"], ["train", "--help"], ["run", "-n", "2", "missing.py"]):
     CliRunner().invoke(trn, arguments)
 sys.exit("torch" in sys.modules)
@@ -41,6 +41,12 @@ def test_help_names_the_commands_and_the_exit_codes() -> None:
         assert call(command, "--help").exit_code == 0
 
 
+@pytest.mark.parametrize("name", sorted(set(_COMMANDS) - {"run", "recipe", "completion", "monitor"}))
+def test_what_prints_a_table_prints_json_too(name: str) -> None:
+    command = trn.get_command(click.Context(trn), name)
+    assert command is not None and any("--json" in parameter.opts for parameter in command.params)
+
+
 def test_version() -> None:
     assert call("--version").stdout == f"trn_dist, version {__version__}\n"
 
@@ -49,7 +55,9 @@ def test_version() -> None:
     ("arguments", "words"),
     [
         (["walk"], "No such command 'walk'"),
-        (["run", "a.py"], "Missing option '-n'"),
+        (["run", "a.py"], "how many ranks? Give -n RANKS, or --cluster"),
+        (["run", "--cluster", "trn3", "a.py"], "no file of clusters is named 'trn3'"),
+        (["stacks", "1"], "1 is no process of `trn run`"),
         (["run", "-n", "2", "--log-dri", "logs", "a.py"], "No such option '--log-dri'"),
         (["run", "-n", "2"], "Missing argument 'PROGRAM'"),
         (["run", "-n", "two", "a.py"], "'two' is not a valid integer"),
@@ -89,7 +97,7 @@ def test_recipes_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pyte
     assert find_recipe("llama3_debug.toml") == Path("llama3_debug.toml"), "a file of the user's comes first"
     with pytest.raises(click.BadParameter, match="is a folder"):
         find_recipe(str(tmp_path))
-    with pytest.raises(click.BadParameter, match=r"recipes that ship: .*llama3_debug"):
+    with pytest.raises(click.BadParameter, match=r"`trn recipes` lists what ships"):
         find_recipe("recipes/llama4.toml")
 
 
@@ -107,7 +115,18 @@ def test_train_hands_over_the_recipe_and_the_overrides(monkeypatch: pytest.Monke
     assert result.exit_code == 7
     overrides = ["--training.steps", "3", "--metrics.log_freq=1"]
     assert seen == [
-        ((find_recipe("llama3_debug"), overrides), {"run_dir": tmp_path, "show_rank": None, "trace": False})
+        (
+            (find_recipe("llama3_debug"), overrides),
+            {
+                "run_dir": tmp_path,
+                "show_rank": None,
+                "trace": False,
+                "record": False,
+                "timing_only": False,
+                "faults": (),
+                "as_json": False,
+            },
+        )
     ]
 
 

@@ -232,6 +232,27 @@ def test_twice_the_rates_halve_what_bandwidth_bounds(group, operation: str) -> N
     assert now.alpha_ps == fast.alpha_ps
 
 
+# Where a bigger group has no more links than a smaller one: inside a chip, and behind a switch that is each chip's only
+# way out. (On a torus every chip brings links of its own, and a group of whole chips may be the cheaper one.)
+SAME_LINKS = {
+    "trn2.48xlarge": (2, 4),
+    "trn3-gen2-ultraserver": (8, 16),
+    "dgx-h100": (2, 4, 8),
+}
+
+
+@few
+@given(
+    st.sampled_from(sorted(SAME_LINKS)),
+    st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather"]),
+    st.integers(2**26, 2**33),
+)
+def test_a_bigger_group_on_the_same_links_is_never_cheaper_per_byte(name: str, operation: str, nbytes: int) -> None:
+    topology = Topology(load_cluster(name))
+    times = [Communicator(topology, range(n), []).time_ps(operation, nbytes) for n in SAME_LINKS[name]]
+    assert times == sorted(times)
+
+
 @few
 @given(groups(), st.sampled_from(sorted(CUTS)), sizes)
 def test_never_faster_than_the_links_around_a_chip_allow(group, operation: str, nbytes: int) -> None:

@@ -51,7 +51,7 @@ def end_after_kill(run: Run) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("victim", "code", "words"),
     [
-        ("trn:rank1", 128 + 9, "trn: rank 1 failed first"),
+        ("trn:rank1", 1, "trn: rank 1 failed first"),
         ("trn:zygote", 1, "the warm process that ranks are forked from was killed by SIGKILL"),
         ("trn:store", 1, "the process that hosts the store for rendezvous was killed by SIGKILL"),
     ],
@@ -87,6 +87,16 @@ def kill_at_a_random_moment(folder: Path, seed: int) -> None:
         run.process.terminate()
     code, stderr = end_after_kill(run)
     assert code != 0, f"seed {seed}: {name} was killed, stderr {stderr}"
+    assert "Traceback" not in stderr, f"seed {seed}: {name} was killed"
+
+
+def test_kill_of_the_launcher_ends_the_imports(tmp_path: Path) -> None:
+    write(tmp_path / "slow.py", "import pathlib, time; pathlib.Path('importing').touch(); time.sleep(300)")
+    run = Run("run", "-n", 1, "--preload", "slow", "-m", "slow", cwd=tmp_path)
+    run.wait_for(tmp_path / "importing")
+    run.process.kill()
+    code, stderr = end_after_kill(run)
+    assert code == -signal.SIGKILL and stderr == ""
 
 
 @pytest.mark.parametrize("seed", range(2))

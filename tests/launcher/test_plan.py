@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from trn_dist.launcher import LaunchError, LaunchPlan, Program
+from trn_dist.launcher import plan as launch_plan
+from trn_dist.launcher.host import usable_memory_bytes, usable_tasks
+from trn_dist.launcher.plan import simulated_cluster
 
 
 @pytest.fixture
@@ -26,7 +29,17 @@ def test_accepts_a_full_node_and_several(script: str) -> None:
     [
         ({"world_size": 0}, "-n 0: a run needs at least 1 rank"),
         ({"world_size": -3}, "-n -3"),
-        ({"world_size": 65}, "65 ranks on a node, but a simulated trn2.48xlarge has 64.*--nodes 2"),
+        ({"world_size": 65}, "65 ranks on a node, but a node of the simulated trn2.48xlarge has 64.*--nodes 5"),
+        ({"world_size": 66}, "66 ranks on a node.*--nodes 2"),
+        ({"world_size": 8, "cluster": "trn2.3xlarge"}, "a node of the simulated trn2.3xlarge has 4 logical"),
+        ({"world_size": 8, "nodes": 2, "cluster": "trn2.3xlarge"}, "--nodes 2: a trn2.3xlarge has 1 and no network"),
+        ({"world_size": 8, "cluster": "trn2.48xlrge"}, "--cluster trn2.48xlrge: .*did you mean 'trn2.48xlarge'"),
+        ({"world_size": 8, "cluster": "none.toml"}, "--cluster none.toml: none.toml: no such file"),
+        ({"world_size": 8, "fork": False, "preload": ("json",)}, "leave it out with --no-fork"),
+        (
+            {"world_size": 1 << 20, "nodes": 1 << 14},
+            r"1048576 ranks do not fit .*: 350 MiB \+ 1048576 x 12 MiB = 12288.3 GiB .* can be had; at most \d+ ranks",
+        ),
         ({"world_size": 260, "nodes": 2}, "130 ranks on a node.*--nodes 5"),
         ({"world_size": 8, "nodes": 3}, "8 ranks do not divide evenly over 3 nodes"),
         ({"world_size": 8, "nodes": 0}, "--nodes 0"),
@@ -41,6 +54,55 @@ def test_accepts_a_full_node_and_several(script: str) -> None:
 def test_refuses_impossible_plans(script: str, change: dict, words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         LaunchPlan(Program(script), **change).check()
+
+
+def test_logical_cores_of_one_physical_core_double_a_node(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    LaunchPlan(Program(script), world_size=128).check()
+    with pytest.raises(LaunchError, match="has 128 logical NeuronCores"):
+        LaunchPlan(Program(script), world_size=130).check()
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "3")
+    with pytest.raises(LaunchError, match="NEURON_LOGICAL_NC_CONFIG='3': must be 1 or 2"):
+        LaunchPlan(Program(script), world_size=8).check()
+
+
+def test_a_container_s_limit_counts(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 64 kB\n")
+    assert usable_memory_bytes(tmp_path, tmp_path) == 64 << 10
+    for name, text in [("max", "40960"), ("current", "30000"), ("stat", "anon 9\ninactive_file 1000\n")]:
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert usable_memory_bytes(tmp_path, tmp_path) == 40960 - 30000 + 1000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert usable_memory_bytes(tmp_path, tmp_path) == 64 << 10
+
+
+def test_a_container_s_limit_of_tasks_counts(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sys" / "kernel").mkdir(parents=True)
+    (tmp_path / "sys" / "kernel" / "threads-max").write_text("1000\n")
+    (tmp_path / "loadavg").write_text("0.1 0.2 0.3 2/100 4711\n")
+    assert usable_tasks(tmp_path, tmp_path) == (900, "kernel.threads-max")
+    (tmp_path / "pids.max").write_text("128\n")
+    (tmp_path / "pids.current").write_text("28\n")
+    assert usable_tasks(tmp_path, tmp_path) == (100, "the container's pids.max")
+    monkeypatch.setattr(launch_plan, "usable_tasks", lambda: usable_tasks(tmp_path, tmp_path))
+    LaunchPlan(Program(script), world_size=46).check()
+    with pytest.raises(LaunchError, match=r"64 ranks need 136 .*\(2 a rank, 8 of the run\), .*leaves 100; at most 46"):
+        LaunchPlan(Program(script), world_size=64).check()
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    with pytest.raises(LaunchError, match=r"46 ranks need 238 .*2 a rank and 3 for OMP_NUM_THREADS.*at most 18 ranks"):
+        LaunchPlan(Program(script), world_size=46).check()
+
+
+def test_a_hard_limit_of_open_files_counts(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_plan.resource, "getrlimit", lambda _: (100, 200))
+    LaunchPlan(Program(script), world_size=32).check()
+    with pytest.raises(LaunchError, match=r"64 ranks need 256 file descriptors \(3 a rank and 64\).*ulimit -Hn 256"):
+        LaunchPlan(Program(script), world_size=64).check()
+
+
+def test_nodes_that_ranks_need() -> None:
+    unit = simulated_cluster("trn2-ultraserver")
+    assert [unit.nodes_for(ranks) for ranks in (1, 64, 66, 128, 256)] == [1, 1, 2, 2, 4]
 
 
 @pytest.mark.parametrize(

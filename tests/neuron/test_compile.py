@@ -7,6 +7,10 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from trn_dist.testing import ranks
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +136,10 @@ def test_module_compile():
     assert torch.neuron.get_dynamo_metrics()["graphs"] == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"backend": "inductor"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"backend": "inductor"}, {"mode": "max-autotune-no-cudagraphs"}, {"options": {"max_autotune": True}}],
+)
 def test_inductor_makes_way_with_a_notice(options):
     import trn_dist.neuron.compile as backend
 
@@ -140,6 +147,27 @@ def test_inductor_makes_way_with_a_notice(options):
     with pytest.warns(UserWarning, match='backend "neuron" takes its place'):
         assert torch.compile(lambda x: x.exp(), **options)(torch.zeros(3, device="neuron")).tolist() == [1, 1, 1]
     assert torch.neuron.get_dynamo_metrics()["graphs"] == 1
+
+
+def test_inductors_options_are_still_checked():
+    with pytest.raises(RuntimeError, match="Unexpected optimization option nonesuch"):
+        torch.compile(lambda x: x, options={"nonesuch": 1})
+
+
+def test_compiled_flex_attention_forward_and_backward():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def run(attention):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 2, 128, 16, device="neuron", requires_grad=True) for _ in range(3))
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="neuron")
+        out = attention(q, k, v, block_mask=mask)
+        out.sum().backward()
+        return out, q.grad, k.grad, v.grad
+
+    compiled = torch.compile(flex_attention, options={"max_autotune": True})
+    for actual, expected in zip(run(compiled), run(flex_attention), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_backends_of_others_are_left_alone():
@@ -157,3 +185,38 @@ def test_backends_of_others_are_left_alone():
 
 def test_dynamo_finds_the_backend_by_name():
     assert "neuron" in torch._dynamo.list_backends()
+
+
+class Attention(nn.Module):
+    """Draws inside a checkpointed region whose weights are DTensors, so that the compiled graph saves a mesh too."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def attend(self, x):
+        heads = self.qkv(x).view(*x.shape[:2], -1, 3, 8).permute(3, 0, 2, 1, 4)
+        h = F.scaled_dot_product_attention(*heads, dropout_p=0.25, is_causal=True)
+        return self.out(h.transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.attend, x, use_reentrant=False)
+
+
+@ranks(2)
+def test_checkpoint_with_draws_under_tensor_parallel_has_eager_modes_bits():
+    mesh = init_device_mesh("neuron", (2,))
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Attention().to("neuron")
+        parallelize_module(model, mesh, {"qkv": ColwiseParallel(), "out": RowwiseParallel()})
+        forward = torch.compile(model, backend="neuron", fullgraph=True) if compiled else model
+        x = torch.randn(2, 8, 32, device="neuron", requires_grad=True)
+        torch.manual_seed(1)
+        for _ in range(2):
+            forward(x).square().mean().backward()
+        gradients = [p.grad.to_local() for p in model.parameters()]
+        results.append([x.grad.cpu(), *(gradient.cpu() for gradient in gradients)])
+    assert all(torch.equal(eager, other) for eager, other in zip(*results, strict=True))
+    assert torch.neuron.get_dynamo_metrics()["backward_runs"] == 2

@@ -3,19 +3,22 @@
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
 
 
 def run(program: str, **environment: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    # A folder of its own for claims on cores: another run of the tests may stand beside this one.
+    with tempfile.TemporaryDirectory() as folder:
+        result = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "TMPDIR": folder, **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -113,3 +116,9 @@ def test_lnc_one_halves_the_memory():
     program = "import torch; print(torch.neuron.get_device_properties().total_memory)"
     assert run(program, NEURON_LOGICAL_NC_CONFIG="1", NEURON_RT_NUM_CORES="64") == str(12 << 30)
     assert run(program, TRN_CLUSTER="trn2.48xlarge") == str(24 << 30)
+
+
+def test_physical_cores_of_a_logical_one():
+    program = "import torch; print(torch.neuron.get_device_properties().multi_processor_count)"
+    assert run(program) == "2"
+    assert run(program, NEURON_LOGICAL_NC_CONFIG="1", NEURON_RT_NUM_CORES="64") == "1"

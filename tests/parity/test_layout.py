@@ -26,6 +26,9 @@ def test_the_default_list_is_read():
         (" fsdp = 2 , gloo ", Layout("fsdp = 2,gloo", dp_shard=2, on_cpu=True)),
         ("hsdp=2x4", Layout("hsdp=2x4", dp_replicate=2, dp_shard=4)),
         ("pp=2,schedule=GPipe", Layout("pp=2,schedule=GPipe", pp=2, schedule="GPipe")),
+        ("1,rerun", Layout("1,rerun", rerun=True)),
+        ("fsdp=2,resume=3", Layout("fsdp=2,resume=3", dp_shard=2, resume=3)),
+        ("ddp=2,launch=torchrun", Layout("ddp=2,launch=torchrun", dp_replicate=2, launch="torchrun")),
         ("1,microbatch=4", Layout("1,microbatch=4", microbatch=4)),
         (
             "cp=2 --activation_checkpoint.mode full",
@@ -58,6 +61,9 @@ def test_layouts_are_read(text: str, expected: Layout):
         ("gloo", "gloo needs a layout to run, such as fsdp=2,gloo"),
         ("cpu=2", "cpu takes no value"),
         ("fsdp=2,schedule=1F1B", "schedule is a pipeline's; add pp=N"),
+        ("fsdp=2,launch=slurm", "launch=slurm: expected one of train, run, torchrun"),
+        ("fsdp=2,gloo,resume=2", "launch and resume are for layouts on the device"),
+        ("fsdp=2,launch=run,resume=2", "write two layouts"),
         ("tp=2 --training.seed 'x", "the overrides cannot be read"),
     ],
 )

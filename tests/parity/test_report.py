@@ -1,5 +1,6 @@
 """The report of a made-up comparison: table, picture, page, JSON."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from trn_dist.parity.cause import Cause, Explanation
 from trn_dist.parity.comparison import Comparison, Mode
+from trn_dist.parity.divergence import Divergence, Finding, divergence_as_json
 from trn_dist.parity.layout import parse_layouts
 from trn_dist.parity.report import as_html, as_json, draw, print_table, write_report
 from trn_dist.parity.rounding import Bound, Sums
@@ -71,3 +74,13 @@ def test_three_files_are_written(comparison: Comparison, tmp_path: Path):
     files = write_report(comparison, tmp_path / "out")
     assert [file.name for file in files] == ["parity.json", "parity.png", "parity.html"]
     assert all(file.stat().st_size > 500 for file in files)
+
+
+def test_a_divergence_as_json():
+    explanation = Explanation(Cause.SCALE, "twice as large")
+    finding = Finding(("gradient", "layers.0.weight", ""), 2.0, math.inf, 0.5, explanation)
+    divergence = Divergence("1", "tp=2", 3, finding, (finding.key, 0.25), 40, ("a buffer",))
+    found = json.loads(json.dumps(divergence_as_json(divergence), allow_nan=False))
+    assert found["equal"] is False and found["step"] == 3 and found["skipped"] == ["a buffer"]
+    assert found["finding"]["cause"] == Cause.SCALE.value and found["finding"]["size"] == "inf"
+    assert divergence_as_json(dataclasses.replace(divergence, finding=None, first_bit=None))["equal"] is True

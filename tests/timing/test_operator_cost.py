@@ -97,7 +97,8 @@ def test_every_form_of_a_product_costs_the_same_engine_time(m, k, n):
 
 
 def test_attention_pays_half_when_causal_and_more_backward():
-    q, k, v = (torch.zeros(1, 4, 1024, 64, device="neuron", requires_grad=True) for _ in range(3))
+    # As models lay them out, (batch, sequence, heads, size) in memory: the result is given so.
+    q, k, v = (torch.zeros(1, 1024, 4, 64, device="neuron", requires_grad=True).transpose(1, 2) for _ in range(3))
     attend = torch.nn.functional.scaled_dot_product_attention
     with torch.no_grad():
         full, operator = cost_of(lambda: attend(q, k, v))

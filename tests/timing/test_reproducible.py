@@ -11,7 +11,7 @@ import pytest
 from trn_dist import timing
 
 PROGRAM = """
-import json, os, threading
+import json, os, threading, time
 import torch
 from tests.timing.test_steps import train
 from trn_dist import timing
@@ -24,7 +24,20 @@ if os.environ.get("LOAD"):
     threads = [threading.Thread(target=burn) for _ in range(2)]
     for thread in threads:
         thread.start()
+if os.environ.get("WATCHED"):
+    from trn_dist.neuron.telemetry import figures
+    def watch():
+        while not done.is_set():
+            seen.append(figures()["times"]["end_ps"])
+            time.sleep(0.001)
+    done, seen = threading.Event(), []
+    onlooker = threading.Thread(target=watch)
+    onlooker.start()
 steps = train(steps=4)
+if os.environ.get("WATCHED"):
+    done.set()
+    onlooker.join()
+    assert len(seen) > 10 and seen == sorted(seen) and seen[-1] > 0
 if os.environ.get("LOAD"):
     done.set()
 print(json.dumps({"steps": [step.as_json(operators=100) for step in steps], "reason": timing.irreproducible_reason()}))
@@ -47,6 +60,10 @@ def run(**environment: str) -> dict:
 @pytest.fixture(scope="module")
 def plain():
     return run(OMP_NUM_THREADS="1")
+
+
+def test_an_onlooker_changes_no_time(plain):
+    assert plain == run(OMP_NUM_THREADS="1", WATCHED="1")
 
 
 def test_same_times_under_load_and_traced(plain, tmp_path):

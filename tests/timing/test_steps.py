@@ -6,6 +6,7 @@ import torch
 
 from tests.timing.chips import DEVICE_OPERATOR_PS, HOST_OPERATOR_PS, PATIENT_HOST, TRAINIUM2, on_chip
 from trn_dist import _C, timing
+from trn_dist.timing.steps import step_times
 
 
 def train(steps=3, wait_every=2):
@@ -44,6 +45,22 @@ def test_parts_add_up_to_the_step_to_the_picosecond():
             assert step.time_ps > 0
             assert sum(step.parts().values()) == step.time_ps
             assert all(time >= 0 for time in step.parts().values())
+
+
+def test_the_times_so_far_are_those_of_all_steps():
+    with on_chip(TRAINIUM2):
+        timing.mark_step()
+        before = step_times(_C._times_so_far())
+        steps = train()
+        after = step_times(_C._times_so_far())
+        assert after == step_times(_C._times_so_far()), "asking changes nothing"
+    assert after.start_ps == 0 and sum(after.parts().values()) == after.time_ps
+    assert after.end_ps == steps[-1].end_ps
+    for name, spent in after.parts().items():
+        # What train() marks at its start is in no step of those that it returns.
+        known = before.parts().get(name, 0) + sum(step.parts().get(name, 0) for step in steps)
+        assert spent >= known
+    assert after.flops - before.flops >= sum(step.flops for step in steps) > 0
 
 
 def test_small_operators_are_bound_by_the_host():

@@ -114,6 +114,18 @@ def test_a_checkpoint_resumes_on_another_data_parallel_degree(corpus, tokenizer,
     assert torch.equal(torch.cat(rest), expected[1][:, :SEQ_LEN])
 
 
+def test_a_checkpoint_holds_the_generators_offset(corpus, tokenizer, tmp_path):
+    torch.neuron.manual_seed(3)
+    torch.rand(7, device="neuron")
+    dcp.save({"dataloader": loader(corpus, tokenizer)}, checkpoint_id=tmp_path, no_dist=True)
+    expected = torch.nn.functional.dropout(torch.ones(64, device="neuron"))
+
+    torch.neuron.manual_seed(3)  # as a new process does, from debug.seed
+    torch.rand(100, device="neuron")  # initial weights that the checkpoint replaces
+    dcp.load({"dataloader": loader(corpus, tokenizer)}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(torch.nn.functional.dropout(torch.ones(64, device="neuron")), expected)
+
+
 def test_a_checkpoint_of_another_text_or_length_is_refused(corpus, tokenizer, tmp_path):
     (tmp_path / "other.txt").write_text("another text altogether")
     other = open_corpus("text", str(tmp_path))

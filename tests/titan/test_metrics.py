@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from trn_dist.titan.metrics import InconsistentRanks, StepMerger, keep_steps_before, rank_metrics_file, read_steps
+from trn_dist.titan.metrics import (
+    METRICS_FILE,
+    InconsistentRanks,
+    StepMerger,
+    keep_steps_before,
+    rank_metrics_file,
+    read_steps,
+    recover_steps,
+)
 
 
 def line(step: int, **changes: Any) -> str:
@@ -84,3 +92,20 @@ def test_a_resumed_run_keeps_what_its_checkpoint_had_seen(tmp_path: Path):
     assert file.read_text() == line(1) + line(2)
     keep_steps_before(file, 1)
     assert file.read_text() == ""
+
+
+def test_steps_that_a_killed_launcher_did_not_join_are_recovered(tmp_path: Path):
+    file = tmp_path / METRICS_FILE
+    recover_steps(tmp_path, ranks=2, tokens_per_step=1024)
+    assert not file.exists()
+    # That run was resumed itself, at step 3; its launcher had joined one step of it, and written half of another.
+    file.write_text(line(1) + line(2) + line(3) + line(4)[:25])
+    write(tmp_path, 0, line(3) + line(4) + line(5) + line(6) + line(7))
+    write(tmp_path, 1, line(3) + line(4) + line(5) + line(6)[:25])
+    recover_steps(tmp_path, ranks=2, tokens_per_step=1024)
+    assert [json.loads(text)["step"] for text in file.read_text().splitlines()] == [1, 2, 3, 4, 5]
+    # Ranks that contradict each other were that run's error.
+    before = file.read_text()
+    write(tmp_path, 1, line(6)[25:] + line(7, loss=9.0))
+    recover_steps(tmp_path, ranks=2, tokens_per_step=1024)
+    assert file.read_text() == before

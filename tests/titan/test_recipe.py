@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from torchtitan.config import ConfigManager
+from torchtitan.models.llama3 import llama3_args
 
 from trn_dist.titan.build_tokenizer import TOKENIZER_FOLDER
-from trn_dist.titan.recipe import Layout, RecipeError, resolve, to_toml
+from trn_dist.titan.recipe import Layout, RecipeError, resolve, to_annotated_toml, to_toml
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -32,6 +33,12 @@ ranks = 8
 """
 
 
+@pytest.fixture(autouse=True)
+def flavors_of_torchtitan_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons of other tests import a module that adds a flavor, which stays in the process."""
+    monkeypatch.delitem(llama3_args, "tiny", raising=False)
+
+
 @pytest.fixture
 def recipe(tmp_path: Path):
     def write(text: str) -> Path:
@@ -48,8 +55,9 @@ def problems(path: Path, *overrides: str) -> list[str]:
     return [problem.replace(str(path), path.name) for problem in caught.value.problems]
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_recipes_of_the_package_are_right_and_open_with_a_comment(path: Path):
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.toml")), ids=lambda path: path.relative_to(RECIPES).as_posix())
+def test_recipes_of_the_package_are_right_and_open_with_a_comment(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(RECIPES / "own_model"))
     recipe = resolve(path, [])
     assert recipe.layout.ranks == recipe.ranks
     head = path.read_text().split("\n\n")[0]
@@ -251,9 +259,17 @@ rank = 8
         (["--training.steps"], "command line: --training.steps: no value; expected a whole number"),
         (["training.steps", "3"], "command line: 'training.steps': expected --section.key value"),
         (
-            ["--compile.enable"],
-            'recipe.toml: compile.backend = "inductor": Inductor has no backend for neuron; "eager" and '
-            '"aot_eager" work, or compile.enable = false',
+            ["--compile.enable", "--compile.backend", "nueron"],
+            'command line: compile.backend = "nueron": no such backend; "neuron" (or "inductor", which makes way for '
+            'it), "eager" and "aot_eager" work; did you mean "neuron"?',
+        ),
+        (
+            ["--validation.enable", "--validation.dataset", "python_stdlib"],
+            "recipe.toml: validation.steps = -1: this text has no end; expected a number of steps",
+        ),
+        (
+            ["--validation.enable", "--validation.dataset", "text", "--validation.dataset_path", "nowhere"],
+            "command line: validation.dataset_path = 'nowhere' (for validation.dataset = 'text'): no such file",
         ),
         (
             ["--comm.mode", "fake_backend"],
@@ -276,7 +292,7 @@ rank = 8
     ],
 )
 def test_each_mistake_is_explained(recipe, overrides, expected):
-    assert expected in problems(recipe(GOOD), *overrides)
+    assert any(problem.startswith(expected) for problem in problems(recipe(GOOD), *overrides))
 
 
 def test_a_model_that_does_not_exist(recipe):
@@ -313,3 +329,59 @@ def test_files_that_are_no_recipes(recipe, tmp_path: Path):
     assert problem == "recipe.toml, line 2: job.custom_config_module = 'no.such.module': No module named 'no'"
     (problem,) = problems(recipe('[job]\ncustom_config_module = "torchtitan.config"\n'))
     assert "its JobConfig has no table `neuron`; derive it from trn_dist.titan.config.JobConfig" in problem
+
+
+def extending(folder: Path, text: str, name: str = "child.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_recipe_extends_another_and_wins_key_by_key(recipe, tmp_path: Path):
+    base = recipe(GOOD)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "words.txt").write_text("words")
+    middle = extending(
+        tmp_path / "deep",
+        'extends = "../recipe.toml"\n[training]\ndataset = "text"\ndataset_path = "words.txt"\nsteps = 7\n',
+    )
+    top = extending(
+        tmp_path, 'extends = "deep/child.toml"\n[optimizer]\nlr = 1e-4\n[training]\nsteps = 9\n', "top.toml"
+    )
+    resolved = resolve(top, ["--training.seq_len", "64"])
+    assert resolved.config.training.steps == 9
+    assert resolved.config.training.global_batch_size == 8
+    assert resolved.config.training.dataset_path == str(tmp_path / "deep" / "words.txt")  # from the file that says it
+    lines = [line.split("  # ") for line in to_annotated_toml(resolved).splitlines() if "  # " in line]
+    origins = {key.split(" = ")[0].strip(): origin for key, origin in lines}
+    assert origins["lr"] == f"{top}, line 3"
+    assert origins["dataset_path"] == f"{middle}, line 4"
+    assert origins["global_batch_size"] == f"{base}, line 6"
+    assert origins["seq_len"] == "command line"
+
+
+def test_a_shown_recipe_is_a_recipe_for_torchtitan(recipe, tmp_path: Path):
+    recipe(GOOD)
+    resolved = resolve(extending(tmp_path, 'extends = "recipe.toml"\n[training]\nsteps = 3\n'), [])
+    for defaults in (False, True):
+        written = tmp_path / "shown.toml"
+        written.write_text(to_annotated_toml(resolved, defaults))
+        again = ConfigManager().parse_args(["--job.config_file", str(written)])
+        again.job.config_file = None
+        assert asdict(again) == asdict(resolved.config)
+
+
+def test_mistakes_in_what_is_extended(recipe, tmp_path: Path):
+    base = recipe(GOOD.replace("steps = 10", "stepz = 10"))
+    child = extending(tmp_path, 'extends = "recipe.toml"\n')
+    assert problems(child) == [f"{base}, line 8: training.stepz: no such key; did you mean training.steps?"]
+    child.write_text('extends = "recipy.toml"\n')
+    (problem,) = problems(child)
+    assert problem.startswith('child.toml, line 1: extends = "recipy.toml": ')
+    assert problem.endswith(f"recipy.toml: no such recipe; did you mean {base}?")
+    child.write_text("extends = 3\n")
+    assert problems(child) == ['child.toml, line 1: extends = 3: expected the path of one recipe, as in "other.toml"']
+    base.write_text('extends = "child.toml"\n')
+    child.write_text('extends = "recipe.toml"\n')
+    (problem,) = problems(child)
+    assert "the recipes extend each other in a ring" in problem

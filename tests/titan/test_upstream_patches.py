@@ -55,6 +55,46 @@ assert set(profiler.activities) == {Activity.CPU, Activity.PrivateUse1}
     )
 
 
+def test_selective_checkpointing_takes_more_spans_when_it_recomputes():
+    python(
+        """
+import functools, torch
+import torchtitan.distributed.activation_checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+runs = 0
+
+def region(x):
+    global runs
+    runs += 1
+    for _ in range(runs):
+        with torch.profiler.record_function("FSDP::all_gather"):
+            x = x * 1
+    return x.sin().sin() if runs == 1 else (x / 1).sin().sin()
+
+def spans_only(x):
+    global runs
+    runs += 1
+    for _ in range(runs):
+        with torch.profiler.record_function("FSDP::all_gather"):
+            pass
+    return x.sin().sin()
+
+policy = lambda context, operator, *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE
+contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+x = torch.ones(3, device="neuron", requires_grad=True)
+checkpoint(spans_only, x, use_reentrant=False, context_fn=contexts).sum().backward()
+assert runs == 2 and torch.allclose(x.grad.cpu(), torch.cos(torch.sin(torch.ones(3))) * torch.cos(torch.ones(3)))
+runs = 0
+try:  # an operator that was not there before is still refused
+    checkpoint(region, x, use_reentrant=False, context_fn=contexts).sum().backward()
+except RuntimeError as error:
+    assert "not found in storage" in str(error)
+else:
+    raise AssertionError("more operators in recomputation were taken")
+"""
+    )
+
+
 def test_torchtitan_imported_too_early_is_said():
     code = (
         "import sys, types; from trn_dist.titan import upstream_patches as patches\\n"
