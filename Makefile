@@ -2,8 +2,9 @@
 #
 #   make train      set up, then train the Llama 3 debug model on eight simulated ranks
 #   make test       set up, then run the tests
-#   make lint       ruff, mypy, clang-format
+#   make lint       ruff, mypy, clang-format, shellcheck
 #   make nightly    the tests that take minutes
+#   make sanitize   builds with the address and the thread sanitizer, and the process group's tests on them
 #   make build      set up only
 #   make clean      remove what was built, keep the virtual environment
 #
@@ -21,8 +22,9 @@ export MAX_JOBS ?= $(shell nproc)
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 CXX_SOURCES := $(shell find trn_dist/csrc -name '*.cpp' -o -name '*.h')
+SHELL_SCRIPTS := $(shell find launch -name '*.sh' -o -name '*.sbatch')
 
-.PHONY: help train test lint nightly build dev clean
+.PHONY: help train test lint nightly sanitize build dev clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,14 +36,24 @@ train: build
 test: dev
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-nightly: dev
+nightly: dev build/torchtitan-0.2.2
 	$(VENV)/bin/python -m pytest -m slow $(ARGS)
+
+sanitize: dev
+	tests/sanitize/run.sh address $(VENV)/bin/python tests/c10d $(ARGS)
+	tests/sanitize/run.sh thread $(VENV)/bin/python tests/c10d $(ARGS)
+
+# A version with known faults, beside the installed one, for tests/parity/test_upstream_faults.py.
+build/torchtitan-0.2.2:
+	@mkdir -p build
+	$(PIP) install --no-deps --target $@ torchtitan==0.2.2
 
 lint: dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(VENV)/bin/shellcheck .ci/run $(SHELL_SCRIPTS)
 
 build: $(VENV)/.built
 dev: $(VENV)/.dev

@@ -33,6 +33,12 @@ if not python_header.exists():
     sys.exit(f"trn_dist: building needs the headers of Python, {python_header} is missing: install python{version}-dev")
 
 root = pathlib.Path(__file__).parent
+
+# tests/sanitize/run.sh builds with TRN_BUILD_SANITIZER=address or thread, in a copy of the tree.
+SANITIZER = os.environ.get("TRN_BUILD_SANITIZER", "")
+if SANITIZER not in ("", "address", "thread"):
+    sys.exit(f"trn_dist: TRN_BUILD_SANITIZER={SANITIZER!r}: must be address or thread")
+OPTIMISATION = ["-O1", "-g", f"-fsanitize={SANITIZER}", "-fno-omit-frame-pointer"] if SANITIZER else ["-O3", "-g0"]
 csrc = root / "trn_dist" / "csrc"
 
 
@@ -41,14 +47,14 @@ def relative_paths(pattern: str) -> list[str]:
 
 
 class BuildWithData(build_py):
-    """Puts configs/ and recipes/ into the wheel, inside the package; trn_dist.shipped finds them there."""
+    """Puts configs/ and recipes/ (with the model that one brings) into the wheel; trn_dist.shipped finds them there."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
         for name in ("configs", "recipes"):
-            for source in sorted((root / name).rglob("*.toml")):
+            for source in sorted(path for path in (root / name).rglob("*") if path.suffix in (".toml", ".py", ".md")):
                 target = pathlib.Path(self.build_lib, "trn_dist", source.relative_to(root))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self.copy_file(str(source), str(target))
@@ -70,8 +76,7 @@ setup(
             depends=relative_paths("*.h"),
             include_dirs=[str(csrc)],
             extra_compile_args=[
-                "-O3",
-                "-g0",
+                *OPTIMISATION,
                 "-std=c++20",
                 "-fvisibility=hidden",
                 # No contraction: a fused multiply-add in place of two roundings would make bits depend on the CPU.
@@ -79,6 +84,7 @@ setup(
                 "-Wall",
                 "-Wno-unknown-pragmas",
             ],
+            extra_link_args=[f"-fsanitize={SANITIZER}"] if SANITIZER else [],
         )
     ],
     cmdclass={"build_ext": BuildIncrementally, "build_py": BuildWithData},
