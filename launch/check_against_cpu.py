@@ -179,6 +179,8 @@ def main() -> None:
     if options.rank_of:
         run_rank(options.mode, options.rank_of, options.folder)
         return
+    if "LOCAL_RANK" in os.environ:
+        parser.error("it starts the ranks itself, and was started as one: call it with python, without a launcher")
     if not 1 <= options.ranks <= 64:
         parser.error(f"--ranks {options.ranks}: must be 1 to 64, the cores of a node")
     problems = []

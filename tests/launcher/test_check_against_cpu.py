@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,9 @@ def test_differences_are_found(tmp_path: Path) -> None:
     assert differences("tp", output=torch.ones(3) + eps) == []
     assert "not finite" in differences("ddp", weight=torch.full((3,), float("nan")))[0]
     assert "misshapen" in differences("ddp", weight=torch.ones(4))[0]
+
+
+def test_it_refuses_to_be_started_as_a_rank() -> None:
+    environment = {**os.environ, "LOCAL_RANK": "0"}
+    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "call it with python, without a launcher" in done.stderr

@@ -56,6 +56,12 @@ def test_refuses_impossible_plans(script: str, change: dict, words: str) -> None
         LaunchPlan(Program(script), **change).check()
 
 
+def test_a_rank_starts_no_ranks(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(LaunchError, match=r"this process is a rank itself \(LOCAL_RANK=3\), .* start 8 more"):
+        LaunchPlan(Program(script), world_size=8).check()
+
+
 def test_logical_cores_of_one_physical_core_double_a_node(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     LaunchPlan(Program(script), world_size=128).check()

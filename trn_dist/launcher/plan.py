@@ -142,6 +142,11 @@ class LaunchPlan:
     def check(self) -> None:
         """Raise LaunchError for a plan that cannot run, before any process starts."""
         unit = self.check_world()
+        if (rank := os.environ.get("LOCAL_RANK")) is not None:
+            raise LaunchError(
+                f"this process is a rank itself (LOCAL_RANK={rank}), and every rank would start {self.world_size} more; "
+                "call trn without a launcher around it, or unset LOCAL_RANK"
+            )
         if self.grace_s < 0:
             raise LaunchError(f"--grace-s {self.grace_s:g}: the grace period cannot be negative")
         if self.shown_local_ranks is not None:
