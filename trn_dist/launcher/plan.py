@@ -144,8 +144,8 @@ class LaunchPlan:
         unit = self.check_world()
         if (rank := os.environ.get("LOCAL_RANK")) is not None:
             raise LaunchError(
-                f"this process is a rank itself (LOCAL_RANK={rank}), and every rank would start {self.world_size} more; "
-                "call trn without a launcher around it, or unset LOCAL_RANK"
+                f"this process is a rank itself (LOCAL_RANK={rank}), and every rank would start {self.world_size} "
+                "more; call trn without a launcher around it, or unset LOCAL_RANK"
             )
         if self.grace_s < 0:
             raise LaunchError(f"--grace-s {self.grace_s:g}: the grace period cannot be negative")
