@@ -16,8 +16,8 @@ STDOUT, STDERR = 1, 2
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-lost: set[int] = set()
-"""Which of the launcher's streams lead to a full disk, so that something of what ranks printed is missing."""
+lost: set[int | Path] = set()
+"""The launcher's streams and log files of which something is missing, because the disk is full, say."""
 
 _LONGEST_LINE_BYTES = 64 * 1024
 _TAIL_LINES = 40
@@ -111,6 +111,8 @@ class RankOutput:
             while data and self._log_fd >= 0:
                 data = data[os.write(self._log_fd, data) :]
         except OSError as error:
+            assert self._log_path is not None
+            lost.add(self._log_path)
             self.close()
             say(f"{self._log_path}: {error.strerror}; this log ends here, the run goes on")
 
