@@ -1,7 +1,11 @@
 """Recipes: what is accepted, and the words for each mistake."""
 
 import math
+import os
 import shutil
+import subprocess
+import sys
+import tempfile
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
@@ -293,6 +297,25 @@ rank = 8
 )
 def test_each_mistake_is_explained(recipe, overrides, expected):
     assert any(problem.startswith(expected) for problem in problems(recipe(GOOD), *overrides))
+
+
+def test_a_temporary_folder_too_long_for_pinned_checkpoints(recipe, monkeypatch: pytest.MonkeyPatch):
+    listen = "from multiprocessing.connection import Listener; Listener(family='AF_UNIX').close()"
+    options = ["--checkpoint.enable", "--checkpoint.async_mode", "async_with_pinned_mem"]
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        for length in (75, 76):
+            folder = Path(base, "t" * (length - len(base) - 1))
+            folder.mkdir()
+            environment = {**os.environ, "TMPDIR": str(folder)}
+            listens = subprocess.run([sys.executable, "-c", listen], env=environment, capture_output=True, text=True)
+            monkeypatch.setattr(tempfile, "tempdir", str(folder))
+            if length == 75:
+                assert listens.returncode == 0, listens.stderr
+                resolve(recipe(GOOD), options)
+            else:
+                assert "AF_UNIX path too long" in listens.stderr
+                (problem,) = problems(recipe(GOOD), *options)
+                assert problem.endswith("set TMPDIR to a folder of at most 75 characters")
 
 
 def test_a_model_that_does_not_exist(recipe):

@@ -11,6 +11,8 @@ import difflib
 import importlib
 import json
 import math
+import os
+import tempfile
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -22,6 +24,11 @@ from trn_dist.titan.recipe_source import RecipeError as RecipeError
 from trn_dist.titan.recipe_source import Source, Tree, read_source
 
 CONFIG_MODULE = "trn_dist.titan.config"
+
+_LISTENER = "/pymp-xxxxxxxx/listener-xxxxxxxx"
+"""What Python's multiprocessing adds to the temporary folder for the socket of a manager."""
+_LONGEST_SOCKET_BYTES = 107
+"""sun_path without its closing zero, unix(7)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -681,6 +688,14 @@ class _Check:
             self.problem("neuron.ranks", "a seed checkpoint holds the whole model and is made by 1 rank")
         if checkpoint.create_seed_checkpoint and not checkpoint.enable:
             self.problem("checkpoint.enable", "a seed checkpoint needs checkpoint.enable = true")
+        if checkpoint.enable and checkpoint.async_mode == "async_with_pinned_mem":
+            folder = tempfile.gettempdir()
+            if len(os.fsencode(folder)) + len(_LISTENER) > _LONGEST_SOCKET_BYTES:
+                self.problem(
+                    "checkpoint.async_mode",
+                    f"async_with_pinned_mem listens on a socket in the temporary folder, and {folder} is too long for "
+                    f"its name; set TMPDIR to a folder of at most {_LONGEST_SOCKET_BYTES - len(_LISTENER)} characters",
+                )
         if checkpoint.enable and checkpoint.initial_load_path:
             folder = Path.cwd() / checkpoint.initial_load_path
             if folder.is_dir():
