@@ -73,6 +73,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(terminal: list[tuple[int, byte
         (STDOUT, b"[rank0] one\n"),
         (STDOUT, b"[rank0] two\n"),
     ]
+    assert rank.log_is_cut
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ STDOUT, STDERR = 1, 2
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-lost: set[int | Path] = set()
-"""The launcher's streams and log files of which something is missing, because the disk is full, say."""
+lost: set[int] = set()
+"""Which of the launcher's streams lead to a full disk, so that something of what ranks printed is missing."""
 
 _LONGEST_LINE_BYTES = 64 * 1024
 _TAIL_LINES = 40
@@ -70,11 +70,13 @@ class RankOutput:
     Attributes:
         shown: whether the terminal gets stdout, stderr, as a set of ``STDOUT`` and ``STDERR``.
         tail: the last lines of stderr that the terminal did not get, for when the rank fails.
+        log_is_cut: whether the log lacks something, because its disk is full, say.
     """
 
     def __init__(self, rank: int, shown: bool, prefixed: bool, log_path: Path | None) -> None:
         self.shown = {STDOUT, STDERR} if shown else set()
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
+        self.log_is_cut = False
         self._prefix = f"[rank{rank}] ".encode() if prefixed else b""
         self._pending = {STDOUT: b"", STDERR: b""}
         self._log_path = log_path
@@ -111,8 +113,7 @@ class RankOutput:
             while data and self._log_fd >= 0:
                 data = data[os.write(self._log_fd, data) :]
         except OSError as error:
-            assert self._log_path is not None
-            lost.add(self._log_path)
+            self.log_is_cut = True
             self.close()
             say(f"{self._log_path}: {error.strerror}; this log ends here, the run goes on")
 

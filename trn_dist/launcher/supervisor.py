@@ -212,7 +212,7 @@ class _Run:
             self._tell_others()
         except output.TerminalClosedError:
             return 128 + signal.SIGPIPE
-        return self.exit_code or int(bool(output.lost))
+        return self.exit_code or int(bool(output.lost) or any(rank.output.log_is_cut for rank in self.ranks))
 
     def _meet_deadlines(self) -> float | None:
         """Do what is due; returns the seconds until something else is, None for never."""
