@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -52,6 +53,12 @@ def parse_faults(ctx: click.Context, parameter: click.Parameter, value: tuple[st
         return tuple(parse_fault(text) for text in value)
     except FaultError as error:
         raise click.BadParameter(str(error)) from None
+
+
+fault_option = functools.partial(
+    click.option, "--fault", "faults", multiple=True, callback=parse_faults, metavar="FAULT"
+)
+"""The option that ``run`` and ``train`` have alike, but for its help."""
 
 
 def read_cluster(name: str) -> Cluster:
@@ -135,12 +142,7 @@ def _lone_rank(program: Program, world_size: int, nodes: int | None, cluster: st
     metavar="MODULE,...",
     help="Import these modules once for all ranks before they start. They must start no thread.",
 )
-@click.option(
-    "--fault",
-    "faults",
-    multiple=True,
-    callback=parse_faults,
-    metavar="FAULT",
+@fault_option(
     help="Have something go wrong, such as 'rank=3,step=5,kill'; can be given several times. A wrong one lists all "
     "kinds.",
 )

@@ -10,7 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from trn_dist.cli import EXIT_CODES
-from trn_dist.cli.run import parse_faults
+from trn_dist.cli.run import fault_option
 from trn_dist.faults import Fault
 from trn_dist.shipped import shipped_folder
 
@@ -66,14 +66,7 @@ def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str)
     is_flag=True,
     help="Compute no numbers: one process stands for all ranks and predicts memory and time of a step.",
 )
-@click.option(
-    "--fault",
-    "faults",
-    multiple=True,
-    callback=parse_faults,
-    metavar="FAULT",
-    help="Have something go wrong, as in `trn run`; in a recipe: faults = [...] in [neuron].",
-)
+@fault_option(help="Have something go wrong, as in `trn run`; in a recipe: faults = [...] in [neuron].")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and all else on stderr.")
 def train(
     recipe: str,

@@ -76,6 +76,19 @@ def environment(work: Path) -> dict[str, str]:
     }
 
 
+def prepare(checkout: Path, work: Path | None) -> tuple[Path, str]:
+    """Makes the work folder (a new one for None) and sets the environment; returns it and TorchTitan's version."""
+    folder = (work or Path(tempfile.mkdtemp(prefix="titan_upstream_"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.update(environment(folder))
+    return folder, re.search(r"\d+\.\d+\.\d+", (checkout / "assets/version.txt").read_text())[0]  # type: ignore[index]
+
+
+def known_failures(table: str) -> dict[str, str]:
+    """A table of expected_failures.toml."""
+    return tomllib.loads(EXPECTED.read_text()).get(table, {})
+
+
 class Runner:
     """Runs tests by upstream's code; stands in for the one function of it that starts a command."""
 
@@ -154,11 +167,8 @@ def main() -> int:
     checkout = arguments.checkout.resolve()
     if not (checkout / "tests/integration_tests/features.py").exists():
         parser.error(f"{checkout}: no tests/integration_tests/features.py there; expected a source tree of TorchTitan")
-    work = (arguments.work or Path(tempfile.mkdtemp(prefix="titan_upstream_"))).resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    os.environ.update(environment(work))
-    version = re.search(r"\d+\.\d+\.\d+", (checkout / "assets/version.txt").read_text())[0]  # type: ignore[index]
-    expected: dict[str, str] = tomllib.loads(EXPECTED.read_text()).get(version, {})
+    work, version = prepare(checkout, arguments.work)
+    expected = known_failures(version)
     runner = Runner(copy_checkout(checkout, work, arguments.seq_len), work, arguments.timeout)
     tests = runner.tests()
     if unknown := set(arguments.only or ()) - set(tests):

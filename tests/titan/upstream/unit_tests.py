@@ -10,19 +10,16 @@ in integration_tests.py, a copy of it is run, with a stand-in text and no networ
 import argparse
 import fnmatch
 import os
-import re
 import signal
 import subprocess
 import sys
-import tempfile
-import tomllib
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.titan.upstream.integration_tests import EXPECTED, copy_checkout, environment
+from tests.titan.upstream.integration_tests import EXPECTED, copy_checkout, known_failures, prepare
 
 
 def run(tree: Path, file: Path, report: Path, timeout_s: float) -> dict[str, str]:
@@ -64,11 +61,9 @@ def main() -> int:
     if unknown := set(arguments.only or ()) - {file.name for file in files}:
         known = ", ".join(file.name for file in files)
         parser.error(f"no such file: {', '.join(sorted(unknown))}; there are {known}")
-    work = (arguments.work or Path(tempfile.mkdtemp(prefix="titan_upstream_"))).resolve()
-    (work / "unit_tests").mkdir(parents=True, exist_ok=True)
-    os.environ.update(environment(work))
-    version = re.search(r"\d+\.\d+\.\d+", (checkout / "assets/version.txt").read_text())[0]  # type: ignore[index]
-    expected: dict[str, str] = tomllib.loads(EXPECTED.read_text()).get(f"{version} unit tests", {})
+    work, version = prepare(checkout, arguments.work)
+    (work / "unit_tests").mkdir(exist_ok=True)
+    expected = known_failures(f"{version} unit tests")
     tree = copy_checkout(checkout, work, seq_len=128)
 
     totals: Counter[str] = Counter()
