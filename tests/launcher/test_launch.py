@@ -336,6 +336,53 @@ def test_sixty_four_ranks_start_in_seconds_with_the_users_limits(tmp_path: Path)
     assert seen == ["100 6"] * 64
 
 
+def test_ranks_import_and_read_nothing_that_the_warm_process_could_have(tmp_path: Path) -> None:
+    """What one rank needs for its first collective, 64 need: the device's modules and the cluster's files are there."""
+    write(
+        tmp_path / "modules.py",
+        """
+        import sys
+        before = set(sys.modules)
+        import torch
+        import torch.distributed as dist
+        from trn_dist.hardware import cluster
+
+        def refuse(*_):
+            raise AssertionError("a rank read the cluster's files itself")
+
+        cluster.read_config = refuse
+        dist.init_process_group()
+        dist.all_reduce(torch.ones(4, device="neuron"))
+        print(sorted(set(sys.modules) - before))
+        dist.destroy_process_group()
+        """,
+    )
+    result = trn("run", "-n", 2, "--local-ranks-filter", "1", "modules.py", cwd=tmp_path)
+    assert (result.code, result.stdout) == (0, "[]\n"), result.stderr
+
+
+def test_huge_pages_keep_what_lies_in_them(tmp_path: Path) -> None:
+    """In a process of its own: a heap of 64 MiB moves where the kernel can; its bytes and a fork's stay the same."""
+    program = """
+    import os
+    from trn_dist.launcher import processes
+
+    blocks = [bytearray([number % 251]) * 4096 for number in range(16384)]
+    moved = processes.use_huge_pages()
+    shown = [line for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")]
+    assert moved == 0 or int(shown[0].split()[1]) * 1024 >= moved // 2, (moved, shown)
+    child = os.fork()
+    assert all(block == bytes([number % 251]) * 4096 for number, block in enumerate(blocks))
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    print(moved)
+    """
+    write(tmp_path / "pages.py", program)
+    done = subprocess.run([sys.executable, "pages.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_ranks_without_a_fork_are_fresh_interpreters(tmp_path: Path) -> None:
     write(
         tmp_path / "fresh.py",

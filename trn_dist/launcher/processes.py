@@ -1,7 +1,7 @@
 """What Linux offers to start processes safely and to leave none behind.
 
-Touches only ``prctl`` and ``/proc``. Called by ``supervisor``, ``zygote`` and ``rank``; imports the standard library
-only.
+Touches only ``prctl``, ``madvise`` and ``/proc``. Called by ``supervisor``, ``zygote`` and ``rank``; imports the
+standard library only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_MADV_COLLAPSE = 25  # Linux 6.1
+
+_HUGE_PAGE_BYTES = 2 << 20
 
 RUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
 """In the environment of every process of a run, with a value of the run's own, whatever its parent or session."""
@@ -53,6 +56,25 @@ def set_thread_name(name: str) -> None:
 def flush_c_streams() -> None:
     """Write out what C code left in the buffers of its open files."""
     _libc.fflush(None)
+
+
+def use_huge_pages() -> int:
+    """Move this process's heap to pages of 2 MiB where the kernel can, so that forks copy 512 times fewer entries.
+
+    Returns the bytes that lie in such pages now, 0 on a kernel without ``MADV_COLLAPSE``. A write in a forked child
+    still copies one page of 4 KiB.
+    """
+    moved = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, _, _, inode, *path = line.split(maxsplit=5)
+        if permissions != "rw-p" or inode != "0" or path not in ([], ["[heap]"]):
+            continue
+        start, end = (int(address, 16) for address in span.split("-"))
+        start = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        length = end // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES - start
+        if length > 0 and _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_COLLAPSE) == 0:
+            moved += length
+    return moved
 
 
 def other_threads() -> list[str]:

@@ -261,7 +261,8 @@ class _Run:
             "local_world_size": self.plan.local_world_size,
             "command": " ".join((*(["-m"] if program.is_module else []), program.target, *program.args))[:_SHOWN_CHARS],
         }
-        self._send({"op": "begin", "scratch": self.scratch, "run": run}, [self.listener.fileno()])
+        begin = {"op": "begin", "scratch": self.scratch, "run": run, "world_size": self.plan.world_size}
+        self._send(begin, [self.listener.fileno()])
         self._spawn(0)
 
     def _on_refused(self, message: dict[str, Any]) -> None:
