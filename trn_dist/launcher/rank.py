@@ -8,6 +8,7 @@ down (with torch loaded that costs 0.3 s of CPU a rank).
 
 from __future__ import annotations
 
+import _io
 import atexit
 import dataclasses
 import gc
@@ -171,7 +172,9 @@ def _flush_open_files() -> None:
     and not among those listed here; of these only the standard streams matter.
     """
     # By type: isinstance asks the object for its class too, and lazy modules import themselves when asked for anything.
-    files = [sys.stdout, sys.stderr, *(item for item in gc.get_objects() if issubclass(type(item), io.IOBase))]
+    # And not by the abstract io.IOBase, which would look through all its subclasses.
+    opened = (item for item in gc.get_objects() if _io._IOBase in type(item).__mro__)
+    files = [sys.stdout, sys.stderr, *opened]
     for layer in (io.TextIOBase, io.BufferedIOBase):
         for file in files:
             try:

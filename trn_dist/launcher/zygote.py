@@ -118,6 +118,8 @@ def warm_up(program: Program, preload: list[str]) -> float:
         sys.path.insert(0, first)
     for name in preload:
         _import(name)
+    # init_process_group empties these, for whose memory each rank would pay.
+    sys.modules["torch._dynamo"].trace_rules.clear_lru_cache()
     # Finalizers of imported modules (torch.library undoes its registrations) cost a rank 30 ms at exit for nothing.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
