@@ -7,11 +7,13 @@ no file behind however the rank ends; whoever connects and is of the same user g
 from __future__ import annotations
 
 import json
+import re
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -22,9 +24,20 @@ class NoFigures(Exception):
     """Why a process tells no figures."""
 
 
-def socket_name(pid: int) -> bytes:
-    """The name that the rank with this pid listens at."""
-    return f"\0trn_dist-figures-{pid}".encode()
+def socket_name(pid: int, rank: int) -> bytes:
+    """The name that the process with this pid, rank ``rank`` of its job, listens at."""
+    return f"\0trn_dist-figures-{pid}-rank{rank}".encode()
+
+
+def listening() -> dict[int, int]:
+    """Pid and rank of the processes that seem to listen on this host."""
+    try:
+        sockets = Path("/proc/net/unix").read_text()
+    except OSError:
+        return {}
+    return {
+        int(pid): int(rank) for pid, rank in re.findall(r"@trn_dist-figures-(\d+)-rank(\d+)$", sockets, re.MULTILINE)
+    }
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -33,17 +46,20 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def ask(pids: Iterable[int], timeout_s: float = 2.0) -> dict[int, dict[str, Any] | NoFigures]:
-    """The figures of each process, or why there are none; waits ``timeout_s`` for all of them together."""
+def ask(ranks: Mapping[int, int], timeout_s: float = 2.0) -> dict[int, dict[str, Any] | NoFigures]:
+    """The figures of each process, or why there are none; waits ``timeout_s`` for all of them together.
+
+    ``ranks`` has the rank of each pid.
+    """
     answers: dict[int, dict[str, Any] | NoFigures] = {}
     received: dict[int, bytearray] = {}
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
-        for pid in pids:
+        for pid, rank in ranks.items():
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.setblocking(False)
             try:
-                connection.connect(socket_name(pid))
+                connection.connect(socket_name(pid, rank))
                 if peer_of(connection)[0] != pid:
                     raise PermissionError
             except BlockingIOError:  # other onlookers wait in its queue

@@ -29,7 +29,7 @@ BUSY = """
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256, bias=False)).to("neuron")
     model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    while not os.path.exists("stop"):
+    while True:
         model(torch.ones(64, 256, device="neuron")).sum().backward()
         optimizer.step()
         pathlib.Path("up" + rank).touch()
@@ -158,14 +158,50 @@ def test_ranks_of_torchrun(tmp_path: Path) -> None:
         assert launcher.wait(DEADLINE_S) == 0
 
 
+def test_ranks_of_a_program_that_spawns_them(tmp_path: Path) -> None:
+    program = """
+    import os, pathlib, time
+    import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+    def train(rank, size, address):
+        dist.init_process_group("neuron", init_method=address, rank=rank, world_size=size)
+        torch.accelerator.set_device_index(rank)
+        weight = torch.ones(1024, device="neuron", requires_grad=True)
+        optimizer = torch.optim.SGD([weight])
+        while not os.path.exists("stop"):
+            torch.mm(weight.view(32, 32), weight.view(32, 32)).sum().backward()
+            pathlib.Path(f"up{rank}").touch()
+            time.sleep(0.01)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(train, args=(2, f"file://{os.getcwd()}/meeting"), nprocs=2)
+    """
+    write(tmp_path / "spawns.py", program)
+    with subprocess.Popen([sys.executable, "spawns.py"], cwd=tmp_path) as launcher:
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
+                assert launcher.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            seen = json.loads(call("top", launcher.pid, "--json", "--period-s", 0.5).stdout)
+            assert seen["command"].endswith("spawns.py") and seen["world_size"] == 2
+            shown = [(row["rank"], row["cores"], row["problem"]) for row in seen["ranks"]]
+            assert shown == [(0, [0], None), (1, [1], None)]
+            assert [row["hbm_bytes"]["parameters"] for row in seen["ranks"]] == [4096] * 2
+        finally:
+            (tmp_path / "stop").touch()
+        assert launcher.wait(DEADLINE_S) == 0
+
+
 def test_strangers_are_not_believed() -> None:
     # A process that listens at the name of another one, which is gone.
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(telemetry.socket_name(ended.pid))
+            listener.bind(telemetry.socket_name(ended.pid, 0))
             listener.listen()
-            answer = telemetry.ask([ended.pid], timeout_s=5)[ended.pid]
+            answer = telemetry.ask({ended.pid: 0}, timeout_s=5)[ended.pid]
     assert isinstance(answer, telemetry.NoFigures)
 
 

@@ -32,6 +32,22 @@ def test_properties():
     assert torch.neuron.get_device_capability() == (3, 0)
 
 
+def test_a_first_tensor_without_file_descriptors_names_the_limit():
+    said = run(
+        """
+import os, resource, torch
+torch.neuron.get_device_properties()  # reads the cluster's files
+last = os.dup(0)
+resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+try:
+    torch.ones(1, device="neuron")
+except RuntimeError as error:
+    print(error)
+"""
+    )
+    assert "cannot create the HBM arena" in said and "(ulimit -n)" in said, said
+
+
 def test_device_contexts():
     with torch.neuron.device("neuron:2"):
         assert torch.neuron.current_device() == 2

@@ -1,5 +1,7 @@
-"""The ranks of this user that run at this moment, under ``trn run`` or torchrun. Reads ``/proc``; called by ``trn ls``,
-``trn stacks``, ``trn top`` and ``trn monitor``."""
+"""The ranks of this user that run at this moment, under ``trn run``, torchrun or a program of their own.
+
+Reads ``/proc``; called by ``trn ls``, ``trn stacks``, ``trn top`` and ``trn monitor``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+from trn_dist import telemetry
 from trn_dist.launcher import processes
 from trn_dist.launcher.stacks import file_of
 
@@ -22,7 +25,8 @@ class RunningRank:
     Attributes:
         node: the simulated node, counted from 0.
         local_rank: the logical core of the node that it stands for.
-        launcher: pid of the process of ``trn run``, ``trn train`` or torchrun that started it.
+        launcher: pid of the process that started it: of ``trn run``, ``trn train``, torchrun, or a program that uses
+            ``torch.multiprocessing``; its own where it started by itself.
     """
 
     pid: int
@@ -48,7 +52,7 @@ def zygotes() -> dict[int, int]:
 
 
 def running_ranks() -> list[RunningRank]:
-    """All ranks, by pid. Of torchrun's those that have loaded the device."""
+    """All ranks, by pid. Of torchrun's those that have loaded the device, of others those that have joined a group."""
     found = []
     launcher_of = {zygote: launcher for launcher, zygote in zygotes().items()}
     for zygote, launcher in launcher_of.items():
@@ -75,6 +79,11 @@ def running_ranks() -> list[RunningRank]:
                 )
     # What a rank has started itself, such as the workers of a DataLoader, has its environment but is no rank.
     found += [rank for rank in others.values() if rank.launcher not in others]
+    known = {rank.pid for rank in found} | others.keys()
+    for pid, number in telemetry.listening().items():
+        rank = _unlaunched_rank(pid, number) if pid not in known else None
+        if rank is not None:
+            found.append(rank)
     return sorted(found, key=lambda rank: rank.pid)
 
 
@@ -89,6 +98,19 @@ def _forked_rank(pid: int, launcher: int) -> RunningRank | None:
         return None
     rank, local = int(file.stem.removeprefix("rank")), int(run["local_world_size"])
     return RunningRank(pid, rank, rank // local, rank % local, run["command"], launcher)
+
+
+def _unlaunched_rank(pid: int, rank: int) -> RunningRank | None:
+    """A rank whose program has given it its number; all are on one node."""
+    entry = Path(f"/proc/{pid}")
+    try:
+        if entry.stat().st_uid != os.getuid():
+            return None
+        parent = int(processes.stat_fields(pid)[1])
+    except OSError:  # ended meanwhile
+        return None
+    starter = parent if _has_device(Path(f"/proc/{parent}")) else pid
+    return RunningRank(pid, rank, 0, rank, _command(Path(f"/proc/{starter}")), starter)
 
 
 def _has_device(entry: Path) -> bool:

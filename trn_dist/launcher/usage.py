@@ -106,13 +106,13 @@ def find_run(pid: int | None) -> int:
     known = f"running: {names}" if running else "no rank runs"
     if pid is None:
         raise NoSuchRun(f"several runs, give the pid of one: {names}" if running else known)
-    raise NoSuchRun(f"{pid} is no process of `trn run`, `trn train` or torchrun that has ranks; {known}")
+    raise NoSuchRun(f"{pid} is no process of `trn run`, `trn train`, torchrun or a program that has ranks; {known}")
 
 
 def look_at(launcher: int, timeout_s: float = 2.0) -> list[Look]:
     """Every rank of a run, by rank; empty when the run is over."""
     ranks = sorted((rank for rank in running_ranks() if rank.launcher == launcher), key=lambda rank: rank.rank)
-    answers = telemetry.ask((rank.pid for rank in ranks), timeout_s)
+    answers = telemetry.ask({rank.pid: rank.rank for rank in ranks}, timeout_s)
     looks = []
     for rank in ranks:
         try:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trn_dist.neuron import flight_record
+from trn_dist.neuron import flight_record, telemetry
 from trn_dist.neuron.exact_sums import accumulate_exactly as accumulate_exactly
 from trn_dist.neuron.exact_sums import exact_sums as exact_sums
 from trn_dist.neuron.exact_sums import set_exact_sums as set_exact_sums
@@ -48,7 +48,11 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroupNeuron | _C.Pr
     _C._set_thread_counter(_count_threads)
     _C._set_failure_listener(flight_record.dump_on_failure)
     flight_record.note_group()
-    return _C._create_process_group(options)
+    group = _C._create_process_group(options)
+    telemetry.start_launched_rank()
+    # Else the program has started its ranks itself; the first group is that of the job.
+    telemetry.start(options.group_rank)
+    return group
 
 
 def _count_threads() -> int:

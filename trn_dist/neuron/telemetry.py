@@ -30,24 +30,43 @@ _SEARCH_EVERY_S = 10.0
 """How often all objects of the process are searched for optimizers."""
 _KINDS = ("parameters", "gradients", "optimizer_state")
 
+_rank: int | None = None
+"""Of this process in its job, once it answers."""
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _searched_s = -_SEARCH_EVERY_S
 
 
-def start() -> None:
+def start_launched_rank() -> None:
     """Has this process answer from now on, if a launcher started it as a rank."""
-    if not os.environ.get("LOCAL_RANK", "").isdigit():
+    if os.environ.get("LOCAL_RANK", "").isdigit():
+        start(int(os.environ.get("RANK", "0")))
+
+
+def start(rank: int) -> None:
+    """Has this process answer from now on as this rank of its job, unless it answers already."""
+    global _rank
+    if _rank is not None:
         return
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(socket_name(os.getpid()))
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:  # no descriptor is left: the rank runs unobserved
+        return
+    try:
+        listener.bind(socket_name(os.getpid(), rank))
         listener.listen()
-    except OSError:  # the name is taken: the rank runs unobserved
+    except OSError:  # the name is taken
         listener.close()
         return
+    _rank = rank
     # A process that the rank forks has no thread to answer with.
-    os.register_at_fork(after_in_child=listener.close)
+    os.register_at_fork(after_in_child=lambda: _stop(listener))
     _thread.start_new_thread(_serve, (listener,))
+
+
+def _stop(listener: socket.socket) -> None:
+    global _rank
+    listener.close()
+    _rank = None
 
 
 def _serve(listener: socket.socket) -> None:
@@ -74,8 +93,8 @@ def figures() -> dict[str, Any]:
     kinds = _kinds()
     nothing = dict.fromkeys(_KINDS, 0)
     return {
-        "rank": int(os.environ.get("RANK", "0")),
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "rank": _rank or 0,
+        "world_size": _world_size(),
         "cluster": cluster_name(),
         "lnc": job.chip.physical_cores_per_logical,
         "tag": os.environ.get("NEURON_PROCESS_TAG", ""),
@@ -89,6 +108,12 @@ def figures() -> dict[str, Any]:
         "irreproducible": _C._irreproducible_reason(),
         "memory": {str(cores[index]): _memory(index, kinds.get(index, nothing)) for index in _C._devices_in_use()},
     }
+
+
+def _world_size() -> int:
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _memory(index: int, kinds: dict[str, int]) -> dict[str, int]:

@@ -1,5 +1,7 @@
 #include "device/Arena.h"
 
+#include "OsError.h"
+
 #include <c10/util/Exception.h>
 
 #include <fcntl.h>
@@ -10,8 +12,6 @@
 
 #include <atomic>
 #include <bit>
-#include <cerrno>
-#include <cstring>
 
 namespace trn {
 
@@ -75,13 +75,13 @@ bool Arena::owns(const void* ptr) {
 
 Arena::Arena() : size_(kArenaBytes), free_small_(size_class_of(kSmallLimit) + 1) {
   fd_ = memfd_create("trn_dist-hbm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  TORCH_CHECK(fd_ >= 0, "neuron: cannot create the HBM arena (memfd_create: ", std::strerror(errno), ")");
+  TORCH_CHECK(fd_ >= 0, "neuron: cannot create the HBM arena (memfd_create: ", os_error(), ")");
   TORCH_CHECK(
       ftruncate(fd_, static_cast<off_t>(size_)) == 0,
       "neuron: cannot reserve ",
       size_ >> 30,
       " GiB of address space for the HBM arena (ftruncate: ",
-      std::strerror(errno),
+      os_error(),
       ")");
   // A peer that holds the descriptor must not be able to pull the memory from under this process.
   fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
@@ -91,7 +91,7 @@ Arena::Arena() : size_(kArenaBytes), free_small_(size_class_of(kSmallLimit) + 1)
       "neuron: cannot map ",
       size_ >> 30,
       " GiB of address space for the HBM arena (mmap: ",
-      std::strerror(errno),
+      os_error(),
       "); is the address space limited (ulimit -v)?");
   base_ = static_cast<std::byte*>(address);
   void* pages = mmap(
@@ -101,7 +101,7 @@ Arena::Arena() : size_(kArenaBytes), free_small_(size_class_of(kSmallLimit) + 1)
       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
       -1,
       0);
-  TORCH_CHECK(pages != MAP_FAILED, "neuron: cannot map the HBM arena's index (mmap: ", std::strerror(errno), ")");
+  TORCH_CHECK(pages != MAP_FAILED, "neuron: cannot map the HBM arena's index (mmap: ", os_error(), ")");
   pages_ = static_cast<Page*>(pages);
   give_range(0, size_);
   freed_since_trim_ = 0;

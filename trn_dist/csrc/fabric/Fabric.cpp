@@ -4,11 +4,11 @@
 
 #include "fabric/Fabric.h"
 
+#include "OsError.h"
 #include "device/Arena.h"
 #include "fabric/Host.h"
 #include "fabric/Incarnation.h"
 #include "fabric/Network.h"
-#include "fabric/OsError.h"
 #include "fabric/RankStatus.h"
 
 #include <c10/util/Exception.h>
@@ -283,7 +283,7 @@ void fill_random(void* data, size_t nbytes) {
       DistBackendError,
       getrandom(data, nbytes, 0) == static_cast<ssize_t>(nbytes),
       "neuron: no random numbers (getrandom: ",
-      std::strerror(errno),
+      os_error(),
       ")");
 }
 
@@ -344,7 +344,7 @@ void Fabric::map_peer(int rank, int fd, uint64_t size, uint64_t status_offset) {
       " GiB arena of rank ",
       rank,
       " (mmap: ",
-      std::strerror(errno),
+      os_error(),
       "); is the address space limited (ulimit -v)?");
   // A forked child (a DataLoader worker, say) has no use for the peers' memory.
   madvise(address, size, MADV_DONTFORK);
@@ -583,7 +583,7 @@ void Fabric::join(const c10::intrusive_ptr<c10d::Store>& store, milliseconds tim
       " cannot reach rank ",
       leader,
       " (",
-      std::strerror(errno),
+      os_error(),
       "). Has it ended? If the two run on different machines, give each its own TRN_HOST_ID");
   ucred credentials{};
   socklen_t credentials_size = sizeof(credentials);

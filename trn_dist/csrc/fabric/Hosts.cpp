@@ -1,7 +1,7 @@
 #include "fabric/Hosts.h"
 
+#include "OsError.h"
 #include "fabric/Incarnation.h"
-#include "fabric/OsError.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>

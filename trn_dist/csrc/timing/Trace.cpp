@@ -1,12 +1,12 @@
 #include "timing/Trace.h"
 
+#include "OsError.h"
 #include "timing/VirtualClock.h"
 
 #include <c10/util/Exception.h>
 
 #include <cinttypes>
 #include <cstdio>
-#include <cstring>
 #include <mutex>
 #include <set>
 
@@ -163,7 +163,7 @@ void start_trace(const std::string& path, int rank) {
   std::lock_guard<std::mutex> guard(out.mutex);
   TORCH_CHECK(out.file == nullptr, "neuron: a trace is being written to ", out.path, " already");
   out.file = std::fopen(path.c_str(), "w");
-  TORCH_CHECK(out.file != nullptr, "neuron: cannot write the trace ", path, ": ", std::strerror(errno));
+  TORCH_CHECK(out.file != nullptr, "neuron: cannot write the trace ", path, ": ", os_error());
   std::setvbuf(out.file, nullptr, _IOFBF, 1 << 20);
   out.path = path;
   out.rank = rank;
@@ -187,7 +187,7 @@ void flush_trace() {
   for (const Record& record : take_trace()) {
     write_record(out, record);
   }
-  TORCH_CHECK(std::fflush(out.file) == 0, "neuron: cannot write the trace ", out.path, ": ", std::strerror(errno));
+  TORCH_CHECK(std::fflush(out.file) == 0, "neuron: cannot write the trace ", out.path, ": ", os_error());
 }
 
 } // namespace trn
