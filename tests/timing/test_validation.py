@@ -1,4 +1,4 @@
-"""The training validation: it runs, its errors are those of its own figures, no row is off by more than a quarter."""
+"""The training validation: it runs, published rows are met, and what is shipped is what fits them."""
 
 import re
 import subprocess
@@ -8,14 +8,11 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "validation" / "training.py"
 
 
-def test_published_training_rows_are_met_within_a_quarter() -> None:
-    printed = subprocess.run(
-        [sys.executable, str(SCRIPT)], capture_output=True, text=True, check=True, timeout=120
-    ).stdout
-    published = [re.findall(r"([\d.]+) \(\d", line) for line in re.findall(r"published (.*)", printed)]
-    rows = re.findall(r"predicted ([\d.]+), error ([+-]\d+) %", printed)
-    assert len(rows) == len(published) == 4
-    for figures, (predicted, error) in zip(published, rows, strict=True):
-        mean = sum(map(float, figures)) / len(figures)
-        assert abs(100 * (float(predicted) / mean - 1) - int(error)) < 1
-        assert abs(int(error)) <= 25
+def test_published_training_is_met() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    fitted, left_out = re.findall(r"mean error (\d+) %, worst (\d+) %", done.stdout)
+    assert int(fitted[0]) <= 10 and int(fitted[1]) <= 25, done.stdout
+    assert int(left_out[0]) <= 10 and int(left_out[1]) <= 25, done.stdout
+    efficiency = re.search(r"fitted ([\d.]+), shipped ([\d.]+)", done.stdout)
+    assert efficiency is not None and efficiency[1] == efficiency[2], done.stdout
