@@ -513,7 +513,8 @@ def store_goes_away(rank: int, size: int, port: int) -> str:
         meeting.set("port", str(store.port))
         meeting.wait(["joined0", "joined1"])
         ranks.die()
-    store = dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False, timeout=timedelta(seconds=5))
+    store = dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False)
+    store.set_timeout(timedelta(seconds=5))
     dist.init_process_group("neuron", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=5))
     meeting.set(f"joined{rank}", "")
     while True:

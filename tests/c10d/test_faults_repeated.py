@@ -54,7 +54,7 @@ FAULTS: dict[str, Fault] = {
     "joins without descriptors": (
         2,
         test_failures.joins_without_descriptors,
-        lambda _: (store_port(),),
+        lambda _: (store_port(), 0),
         {"backend": ""},
     ),
     "all killed": (3, test_failures.killed_together, lambda folder: (str(folder / "found"),), {}),

@@ -26,7 +26,8 @@ case $sanitizer in
     runtime=$(g++ -print-file-name=libasan.so)
     # Python keeps what it allocates until the process ends, and torch's libraries define each other's symbols.
     export ASAN_OPTIONS="detect_leaks=0:detect_odr_violation=0:log_path=$reports/report"
-    set -- env LD_PRELOAD="$runtime" "$python" -m pytest "$@"
+    # With the library of C++ beside it, or it finds no __cxa_throw: Python does not load that library, torch does later.
+    set -- env LD_PRELOAD="$runtime $(g++ -print-file-name=libstdc++.so)" "$python" -m pytest "$@"
     ;;
   thread)
     runtime=$(g++ -print-file-name=libtsan.so)
