@@ -6,6 +6,7 @@ from __future__ import annotations
 # mypy: disable-error-code="union-attr"
 import contextlib
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -199,7 +200,8 @@ def test_a_rank_that_dies_between_two_collectives() -> None:
     results = ranks.outcomes(4, one_dies_between, timeout_s=300)
     for rank in (0, 2, 3):
         assert results[rank].error_type == "DistBackendError", results[rank]
-        assert "all_reduce #11 of group 0 cannot complete: rank 1 has died" in results[rank].error
+        # Of those that cannot complete, the one that was looked at when the death was noticed.
+        assert re.search(r"all_reduce #1[1-9] of group 0 cannot complete: rank 1 has died", results[rank].error)
         assert results[rank].seconds < 10
 
 
@@ -397,8 +399,9 @@ def interrupted(rank: int, size: int) -> str:
         with pytest.raises(KeyboardInterrupt):
             dist.all_reduce(tensor_on(rank, 10))
         assert time.monotonic() - begin < 3
+        dist.distributed_c10d._get_default_store().set("interrupted", "")
     else:
-        time.sleep(1.5)
+        dist.distributed_c10d._get_default_store().wait(["interrupted"])
     return "ok"
 
 
