@@ -18,7 +18,8 @@ TORCH := 2.13.0
 # 0.2.1 is the reference: 0.2.2 scales gradients wrongly under DDP and pipeline parallelism.
 TORCHTITAN ?= 0.2.1
 # One compiler process a core; each takes up to 2 GB.
-export MAX_JOBS ?= $(shell nproc)
+# nproc counts no more than OMP_NUM_THREADS, which says nothing of compilers.
+export MAX_JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 CXX_SOURCES := $(shell find trn_dist/csrc -name '*.cpp' -o -name '*.h')
