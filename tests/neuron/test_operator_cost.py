@@ -50,7 +50,7 @@ def test_one_launch_at_the_stated_cost_with_the_cpu_kernels_numbers():
         on_device = x.to("neuron"), weight.to("neuron")
         time_ps, result = device_ps(lambda: mlp(*on_device))
         assert torch.equal(result.cpu(), mlp(x, weight))
-        assert time_ps == round(_C._matmul_ps(1, 256, 1024, 2048, torch.bfloat16))
+        assert time_ps == int(_C._matmul_ps(1, 256, 1024, 2048, torch.bfloat16))  # whole picoseconds, cut
 
 
 def test_arguments_arrive_by_place_and_by_name():
