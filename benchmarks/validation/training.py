@@ -29,7 +29,7 @@ import torch
 
 from trn_dist import _C
 from trn_dist.collectives import Communicator, mesh_groups
-from trn_dist.hardware import Topology, load_cluster
+from trn_dist.hardware import Chip, Topology, load_cluster
 from trn_dist.timing.chip_rates import chip_rates
 
 ROWS_FILE = Path(__file__).with_name("training.toml")
@@ -188,16 +188,16 @@ class Job:
 class Row:
     """A published figure, and what the model says of it with any efficiency of the tensor engine."""
 
-    def __init__(self, row: dict[str, Any], model: dict[str, Any]) -> None:
+    def __init__(self, row: dict[str, Any], model: dict[str, Any], chip: Chip) -> None:
         self.row = row
+        self._chip = chip
         self.published = statistics.mean(row["sequences_per_s"].values())
         self._job = Job(row, model)
 
     @functools.cache  # noqa: B019  (four rows live as long as the program)
     def step(self, efficiency: float) -> Cost:
-        chip = load_cluster(CLUSTER).chip
-        chip = dataclasses.replace(chip, efficiency=dataclasses.replace(chip.efficiency, tensor=efficiency))
-        _C._set_chip_rates(chip_rates(chip))
+        efficiencies = dataclasses.replace(self._chip.efficiency, tensor=efficiency)
+        _C._set_chip_rates(chip_rates(dataclasses.replace(self._chip, efficiency=efficiencies)))
         return self._job.step()
 
     def predicted(self, efficiency: float) -> float:
@@ -214,8 +214,9 @@ def fit(rows: list[Row]) -> float:
 
 def main() -> None:
     file = tomllib.loads(ROWS_FILE.read_text(encoding="utf-8"))
-    rows = [Row(row, file["models"][row["model"]]) for row in file["rows"]]
-    shipped = load_cluster(CLUSTER).chip.efficiency.tensor
+    chip = load_cluster(CLUSTER).chip
+    rows = [Row(row, file["models"][row["model"]], chip) for row in file["rows"]]
+    shipped = chip.efficiency.tensor
     errors, left_out_errors = [], []
     print(f"{CLUSTER}, sequences per second")
     for row in rows:
