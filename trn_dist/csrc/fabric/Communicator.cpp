@@ -557,6 +557,17 @@ void Communicator::check_deadlock(BlockedScope& blocked, What what, DescribeWait
   }
 }
 
+const Operation* Communicator::oldest_before(const Operation& operation) const {
+  const auto oldest =
+      std::find_if(outstanding_.begin(), outstanding_.end(), [](const auto& other) { return !other->done(); });
+  if (oldest == outstanding_.end() || oldest->get() == &operation) {
+    return nullptr;
+  }
+  const bool later =
+      std::any_of(oldest, outstanding_.end(), [&](const auto& other) { return other.get() == &operation; });
+  return later ? oldest->get() : nullptr;
+}
+
 void Communicator::time_out(Missing missing, What what, milliseconds timeout, bool fail_group) {
   const std::vector<int> absent = missing();
   std::ostringstream text;

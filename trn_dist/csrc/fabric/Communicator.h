@@ -243,6 +243,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void check_deadlock(BlockedScope& blocked, What what, DescribeWait describe_wait, uint64_t site);
   // Fails the group if one of the missing ranks can never do its part.
   void check_health(Missing missing, What what);
+  // The oldest collective that is not done, if `operation` is a later one; else nullptr.
+  const Operation* oldest_before(const Operation& operation) const;
   [[noreturn]] void time_out(Missing missing, What what, std::chrono::milliseconds timeout, bool fail_group);
   void throw_if_failed() const;
   void throw_if_unusable() const;

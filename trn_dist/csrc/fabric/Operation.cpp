@@ -119,6 +119,10 @@ bool Operation::poll() {
       next_check_ms_.store(now + kHealthInterval.count(), std::memory_order_relaxed);
       const auto what = [this] { return describe(); };
       const auto absent = [this] { return missing(); };
+      // Operations are looked at one by one, and a peer may die in between: the oldest that it blocks is named.
+      if (const Operation* oldest = communicator_->oldest_before(*this)) {
+        communicator_->check_health([oldest] { return oldest->missing(); }, [oldest] { return oldest->describe(); });
+      }
       communicator_->check_health(absent, what);
       if (communicator_->fabric_->paused()) {
         paused_ms_ += now - last_look_ms_;
