@@ -1,5 +1,6 @@
 #include "fabric/Exchange.h"
 
+#include "OsError.h"
 #include "fabric/CallSite.h"
 #include "fabric/Copy.h"
 #include "fabric/Reduce.h"
@@ -8,7 +9,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstring>
 #include <map>
 #include <sstream>
@@ -441,7 +441,7 @@ void Exchange::read(const Place& from, std::byte* to, uint64_t nbytes) const {
       "neuron: cannot read the tensor of rank ",
       from.rank,
       " (process_vm_readv: ",
-      std::strerror(errno),
+      os_error(),
       "); has its process ended?");
 }
 
@@ -452,7 +452,7 @@ void Exchange::write(const Place& to, const std::byte* from, uint64_t nbytes) co
       "neuron: cannot write the tensor of rank ",
       to.rank,
       " (process_vm_writev: ",
-      std::strerror(errno),
+      os_error(),
       "); has its process ended?");
 }
 

@@ -1,12 +1,12 @@
 #include "fabric/PointToPoint.h"
 
+#include "OsError.h"
 #include "fabric/FlightRecorder.h"
 #include "fabric/Futex.h"
 
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 
 namespace trn {
@@ -458,7 +458,7 @@ bool PointToPoint::take(ReceiveOperation& receive, int from) {
               " of group ",
               communicator_.name(),
               " cannot read the sender's tensor (process_vm_readv: ",
-              std::strerror(errno),
+              os_error(),
               "); has its process ended? Noticed by ",
               communicator_.rank_label(communicator_.rank()),
               "."));
