@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-
 # What c10d and DTensor return is declared wider than it is.
 # mypy: disable-error-code="union-attr, operator, attr-defined"
+import contextlib
+import math
 import os
 import random
 import subprocess

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -142,20 +144,26 @@ def test_a_running_job(tmp_path: Path) -> None:
     assert gone.returncode == 2 and f"{pid} is no process of" in gone.stderr and "Traceback" not in gone.stderr
 
 
-def test_ranks_of_torchrun(tmp_path: Path) -> None:
-    write(tmp_path / "busy.py", BUSY)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "busy.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as launcher:
+@contextlib.contextmanager
+def running(folder: Path, *command: str) -> Iterator[int]:
+    """Pid of a program whose two ranks are up; they are told to stop at the end, and must end well."""
+    with subprocess.Popen([sys.executable, *command], cwd=folder, stdout=subprocess.DEVNULL) as launcher:
         try:
             deadline = time.monotonic() + DEADLINE_S
-            while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
+            while not all((folder / f"up{rank}").exists() for rank in range(2)):
                 assert launcher.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
-            seen = json.loads(call("top", launcher.pid, "--json", "--period-s", 0.5).stdout)
-            assert [row["hbm_bytes"]["parameters"] for row in seen["ranks"]] == [PARAMETER_BYTES] * 2
+            yield launcher.pid
         finally:
-            (tmp_path / "stop").touch()
+            (folder / "stop").touch()
         assert launcher.wait(DEADLINE_S) == 0
+
+
+def test_ranks_of_torchrun(tmp_path: Path) -> None:
+    write(tmp_path / "busy.py", BUSY)
+    with running(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "busy.py") as launcher:
+        seen = json.loads(call("top", launcher, "--json", "--period-s", 0.5).stdout)
+        assert [row["hbm_bytes"]["parameters"] for row in seen["ranks"]] == [PARAMETER_BYTES] * 2
 
 
 def test_ranks_of_a_program_that_spawns_them(tmp_path: Path) -> None:
@@ -178,20 +186,12 @@ def test_ranks_of_a_program_that_spawns_them(tmp_path: Path) -> None:
         mp.spawn(train, args=(2, f"file://{os.getcwd()}/meeting"), nprocs=2)
     """
     write(tmp_path / "spawns.py", program)
-    with subprocess.Popen([sys.executable, "spawns.py"], cwd=tmp_path) as launcher:
-        try:
-            deadline = time.monotonic() + DEADLINE_S
-            while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
-                assert launcher.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
-            seen = json.loads(call("top", launcher.pid, "--json", "--period-s", 0.5).stdout)
-            assert seen["command"].endswith("spawns.py") and seen["world_size"] == 2
-            shown = [(row["rank"], row["cores"], row["problem"]) for row in seen["ranks"]]
-            assert shown == [(0, [0], None), (1, [1], None)]
-            assert [row["hbm_bytes"]["parameters"] for row in seen["ranks"]] == [4096] * 2
-        finally:
-            (tmp_path / "stop").touch()
-        assert launcher.wait(DEADLINE_S) == 0
+    with running(tmp_path, "spawns.py") as launcher:
+        seen = json.loads(call("top", launcher, "--json", "--period-s", 0.5).stdout)
+        assert seen["command"].endswith("spawns.py") and seen["world_size"] == 2
+        shown = [(row["rank"], row["cores"], row["problem"]) for row in seen["ranks"]]
+        assert shown == [(0, [0], None), (1, [1], None)]
+        assert [row["hbm_bytes"]["parameters"] for row in seen["ranks"]] == [4096] * 2
 
 
 def test_strangers_are_not_believed() -> None:

@@ -173,8 +173,7 @@ def _flush_open_files() -> None:
     """
     # By type: isinstance asks the object for its class too, and lazy modules import themselves when asked for anything.
     # And not by the abstract io.IOBase, which would look through all its subclasses.
-    opened = (item for item in gc.get_objects() if _io._IOBase in type(item).__mro__)
-    files = [sys.stdout, sys.stderr, *opened]
+    files = [sys.stdout, sys.stderr, *(item for item in gc.get_objects() if issubclass(type(item), _io._IOBase))]
     for layer in (io.TextIOBase, io.BufferedIOBase):
         for file in files:
             try:

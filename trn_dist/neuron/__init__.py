@@ -94,7 +94,7 @@ from trn_dist.neuron.streams import synchronize as synchronize
 
 def _load_chip_rates() -> None:
     # At the first operator: reading the hardware's files costs time that a process without operators need not spend.
-    from trn_dist.neuron.telemetry import start_launched_rank
+    from trn_dist.neuron.telemetry import start as start_telemetry
     from trn_dist.timing.chip_rates import load_chip_rates
     from trn_dist.timing.program import start_program
     from trn_dist.timing.trace import start_trace
@@ -103,7 +103,7 @@ def _load_chip_rates() -> None:
     load_chip_rates()
     start_program()
     start_trace()
-    start_launched_rank()
+    start_telemetry()
 
 
 def _cost_rows(ranks: list[int], operation: str) -> list[tuple[int, int, int]]:

@@ -49,9 +49,7 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroupNeuron | _C.Pr
     _C._set_failure_listener(flight_record.dump_on_failure)
     flight_record.note_group()
     group = _C._create_process_group(options)
-    telemetry.start_launched_rank()
-    # Else the program has started its ranks itself; the first group is that of the job.
-    telemetry.start(options.group_rank)
+    telemetry.start(options.group_rank)  # the first group is that of the job
     return group
 
 

@@ -36,16 +36,12 @@ _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _searched_s = -_SEARCH_EVERY_S
 
 
-def start_launched_rank() -> None:
-    """Has this process answer from now on, if a launcher started it as a rank."""
-    if os.environ.get("LOCAL_RANK", "").isdigit():
-        start(int(os.environ.get("RANK", "0")))
-
-
-def start(rank: int) -> None:
-    """Has this process answer from now on as this rank of its job, unless it answers already."""
+def start(own_rank: int | None = None) -> None:
+    """Has this process answer from now on, if it is a rank: of a launcher, or ``own_rank`` of a job it has joined."""
     global _rank
-    if _rank is not None:
+    launched = os.environ.get("LOCAL_RANK", "").isdigit()
+    rank = int(os.environ.get("RANK", "0")) if launched else own_rank
+    if rank is None or _rank is not None:
         return
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
