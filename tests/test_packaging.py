@@ -26,6 +26,8 @@ def test_a_wheel_holds_the_packages_and_the_data(tmp_path: Path) -> None:
     recipes = set((package / "recipes").rglob("*"))
     assert {path.relative_to(package) for path in set(package.rglob("*.py")) - recipes} == modules
     assert (package / "titan" / "assets" / "tokenizer" / "tokenizer.json").exists()
+    templates = {path.name for path in (ROOT / "trn_dist" / "report" / "templates").iterdir()}
+    assert {path.name for path in (package / "report" / "templates").iterdir()} == templates
     assert not list(package.rglob("*.cpp"))
 
 

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.launcher.runs import DEADLINE_S, Run, trn, write
+from tests.report.test_runs import make_run
 from trn_dist.cli import trn as command_line
 
 
@@ -134,6 +135,20 @@ def test_train_in_a_read_only_folder(read_only: Path) -> None:
     assert done.stderr.endswith(": Read-only file system\n")
 
 
+def test_report_of_a_run_that_cannot_be_written_to(tmp_path: Path, read_only: Path, full_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,rw", str(read_only)], check=True)
+    run = make_run(read_only / "run")
+    subprocess.run(["mount", "-o", "remount,ro", str(read_only)], check=True)
+    done = plain("report", run, "--html", tmp_path / "page.html", cwd=read_only)
+    assert done.returncode == 0 and done.stderr == "" and (tmp_path / "page.html").exists()
+    for folder, reason in ((read_only, "Read-only file system"), (full_disk, "No space left on device")):
+        done = plain("report", run, "--html", folder / "page.html", cwd=read_only)
+        assert done.returncode == 1 and done.stderr.endswith(f"{reason}\n") and done.stderr.count("\n") == 1
+        with (full_disk / "out").open("w") as out:
+            done = plain("report", run, cwd=tmp_path, stdout=out)
+        assert done.returncode == 1 and "Traceback" not in done.stderr
+
+
 def test_reports_are_refused_before_the_runs_that_they_would_be_of(tmp_path: Path, read_only: Path) -> None:
     def refused(*arguments: str) -> str:
         result = CliRunner().invoke(command_line, arguments)
@@ -167,6 +182,6 @@ def test_forty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     result = CliRunner().invoke(command_line, ["doctor"])
     assert result.exit_code in (0, 1) and max(map(len, result.stdout.splitlines())) <= 40
-    for command in ("run", "train", "top", "monitor"):
+    for command in ("run", "train", "report", "top", "monitor"):
         shown = CliRunner().invoke(command_line, [command, "--help"]).stdout
         assert shown.startswith(f"Usage: trn {command}")

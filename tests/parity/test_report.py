@@ -66,7 +66,9 @@ def test_json_is_strict_and_whole(comparison: Comparison):
 def test_the_page_stands_alone_and_escapes_what_it_shows(comparison: Comparison):
     page = as_html(comparison, draw(comparison))
     assert page.count("</script>") == 1
-    assert "&lt;/script&gt;" in page and "'a recipe.toml'" in page.replace("&#x27;", "'")
+    assert "&lt;/script&gt;" in page and "'a recipe.toml'" in page.replace("&#39;", "'")
+    data = page.partition('id="comparison">')[2].partition("</script>")[0]
+    assert json.loads(data) == as_json(comparison)
     assert "http" not in page
 
 

@@ -17,6 +17,7 @@ from trn_dist import __version__
 _COMMANDS = {
     "run": "Run a program on simulated Trainium ranks (in place of torchrun).",
     "train": "Train a model by a TorchTitan recipe.",
+    "report": "Show what became of runs, one or several side by side.",
     "recipes": "List the recipes that ship, or those of a folder.",
     "recipe": "Show a recipe resolved, or write a new one.",
     "replay": "Predict a recorded run on another cluster, and say what differs.",

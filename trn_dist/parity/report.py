@@ -5,9 +5,7 @@ Called by :mod:`trn_dist.cli.parity`. matplotlib is imported when a picture is d
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import html
 import io
 import json
 import math
@@ -23,6 +21,7 @@ from rich.text import Text
 
 from trn_dist.parity.comparison import Comparison, Mode
 from trn_dist.parity.verdict import QUANTITIES, WORDS, Kind, Verdict
+from trn_dist.report.page import as_page
 
 _COLOURS = {
     Kind.BIT_EQUAL: "green",
@@ -45,14 +44,22 @@ def _title(verdict: Verdict) -> str:
     return f"bit-equal to {verdict.against}" if verdict.kind is Kind.BIT_EQUAL else verdict.kind.value
 
 
+_HEADINGS = ("layout", "clipping", "verdict", "worst at", "deviation", "bound", "ratio")
+
+
+def _row(comparison: Comparison, verdict: Verdict) -> list[str]:
+    clipping = f"at {_mode(comparison, verdict).max_norm:g}" if verdict.clipped else "off"
+    return [verdict.layout, clipping, _title(verdict), *_figures(verdict)]
+
+
 def print_table(comparison: Comparison, console: Console) -> None:
     """One row for each layout and clipping mode; below, the reason for each that does not pass."""
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("layout", "clipping", "verdict", "worst at", "deviation", "bound", "ratio"):
+    for heading in _HEADINGS:
         table.add_column(heading, overflow="fold")
     for verdict in comparison.verdicts:
-        clipping = f"at {_mode(comparison, verdict).max_norm:g}" if verdict.clipped else "off"
-        table.add_row(verdict.layout, clipping, Text(_title(verdict), style=_COLOURS[verdict.kind]), *_figures(verdict))
+        layout, clipping, title, *figures = _row(comparison, verdict)
+        table.add_row(layout, clipping, Text(title, style=_COLOURS[verdict.kind]), *figures)
     console.print(table)
     for verdict in comparison.verdicts:
         if not verdict.kind.passes:
@@ -169,54 +176,19 @@ def draw(comparison: Comparison) -> bytes:
     return stream.getvalue()
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .3rem .6rem; vertical-align: top;
-border-bottom: 1px solid #ddd } .pass { color: #0a7d28 } .fail { color: #b3191e; font-weight: 600 }
-img { max-width: 100% } code { font-size: 12px; overflow-wrap: anywhere } .note { color: #555 }
-@media (prefers-color-scheme: dark) { body { background: #fff } }
-"""
-
-
 def as_html(comparison: Comparison, picture: bytes) -> str:
     """One page that needs nothing beside itself: the table, the picture, the commands, the figures as JSON."""
-
-    def cell(text: str, style: str = "") -> str:
-        return f"<td{f' class={style}' if style else ''}>{html.escape(text)}</td>"
-
-    rows = []
-    for verdict in comparison.verdicts:
-        clipping = f"at {_mode(comparison, verdict).max_norm:g}" if verdict.clipped else "off"
-        style = "pass" if verdict.kind.passes else "fail"
-        cells = [cell(verdict.layout), cell(clipping), cell(_title(verdict), style)]
-        rows.append("<tr>" + "".join([*cells, *map(cell, _figures(verdict)), cell(verdict.reason)]) + "</tr>")
-    headings = "".join(
-        f"<th>{name}</th>"
-        for name in ("layout", "clipping", "verdict", "worst at", "deviation", "bound", "ratio", "reason")
+    return as_page(
+        "parity.html",
+        title=f"Parity of {comparison.recipe.name}",
+        comparison=comparison,
+        passed=sum(verdict.kind.passes for verdict in comparison.verdicts),
+        headings=(*_HEADINGS, "reason"),
+        rows=[(verdict.kind.passes, [*_row(comparison, verdict), verdict.reason]) for verdict in comparison.verdicts],
+        commands=[(name, shlex.join(words)) for name, words in comparison.commands.items()],
+        picture=picture,
+        data=as_json(comparison),
     )
-    commands = "".join(
-        f"<p>{html.escape(name)}<br><code>{html.escape(shlex.join(words))}</code></p>"
-        for name, words in comparison.commands.items()
-    )
-    # "</" would end the script element.
-    data = json.dumps(as_json(comparison)).replace("</", "<\\/")
-    passed = sum(verdict.kind.passes for verdict in comparison.verdicts)
-    encoded = base64.b64encode(picture).decode()
-    title = f"Parity of {comparison.recipe.name}"
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>
-<h1>{html.escape(title)}</h1>
-<p>{passed} of {len(comparison.verdicts)} pass. Reference {html.escape(comparison.reference)}, {comparison.steps} steps
-of {comparison.global_batch_size} samples, {comparison.sums.dtype}, all from the same initial weights and batches.</p>
-<table><tr>{headings}</tr>{"".join(rows)}</table>
-<p><img alt="Curves and deviations of all layouts" src="data:image/png;base64,{encoded}"></p>
-<p class="note">The band is what rounding alone can do: the rounding of the step's last sum, and Student's quantile
-times the spread of runs of the reference in which everything is moved by rounding units. Deviations of zero are
-drawn at the lower edge.</p>
-<h2>Commands that repeat the runs</h2>{commands}
-<script type="application/json" id="comparison">{data}</script>
-</html>
-"""
 
 
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:

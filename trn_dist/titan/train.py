@@ -44,6 +44,7 @@ from trn_dist.titan.progress import RunProgress, show_bytes, show_duration, show
 from trn_dist.titan.recipe import Recipe, RecipeError, resolve, to_toml
 
 RUNS_FOLDER = Path("runs")
+FACTS_FILE = "run.json"
 TRACE_FOLDER = "trace"
 PROGRAM_FOLDER = "program"
 _FULL_BYTES = 1 << 20
@@ -213,7 +214,7 @@ def _run_folder(recipe: Recipe, run_dir: Path | None) -> Path:
         raise RecipeError([f"--run-dir {run_dir}: {error.strerror}"]) from error
     # The ranks' files of an earlier run would be taken for this run's.
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, KeyError):
-        earlier = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        earlier = json.loads((run_dir / FACTS_FILE).read_text(encoding="utf-8"))
         recover_steps(run_dir, earlier["ranks"], earlier["tokens_per_step"])
     shutil.rmtree(run_dir / METRICS_FOLDER, ignore_errors=True)
     return run_dir.resolve()
@@ -257,7 +258,7 @@ def _prepare(recipe: Recipe, folder: Path, faults: tuple[Fault, ...]) -> dict[st
         facts["text"] |= {"files": len(corpus.files), "fingerprint": corpus.fingerprint()}
     if faults:
         facts["faults"] = [fault.text for fault in faults]
-    _write_json(folder / "run.json", facts)
+    _write_json(folder / FACTS_FILE, facts)
     return facts
 
 
@@ -309,7 +310,7 @@ def _conclude(facts: dict[str, Any], folder: Path, progress: RunProgress, exit_c
         "first": loss(progress.first),
         "last": loss(progress.last),
     }
-    _write_json(folder / "run.json", facts)
+    _write_json(folder / FACTS_FILE, _plain(facts))
 
 
 def _summary(recipe: Recipe, folder: Path, progress: RunProgress, exit_code: int, seconds: float) -> str:
