@@ -1,5 +1,6 @@
 """``trn train`` around the ranks: the run folder, what is shown, wrong recipes, interrupted and failing runs."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,9 @@ SMALL = [
 ]
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """``trn train`` in the background; killed at the end, lest a test that failed leaves it training."""
     command = [
         sys.executable,
         "-m",
@@ -38,9 +42,13 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
         "--run-dir",
         str(folder),
     ]
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*command, *SMALL, *overrides], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder.parent
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_run_folder_output_and_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -96,14 +104,14 @@ def test_a_wrong_recipe_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixt
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_readable_files(tmp_path: Path, number: signal.Signals):
     folder = tmp_path / "run"
-    process = start(folder, "--training.steps", "10000")
-    deadline = time.monotonic() + 120
-    metrics = folder / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.1)
-    os.kill(process.pid, number)
-    output, _ = process.communicate(timeout=30)
+    with started(folder, "--training.steps", "10000") as process:
+        deadline = time.monotonic() + 120
+        metrics = folder / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.1)
+        os.kill(process.pid, number)
+        output, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert f"ended early (exit code {128 + number})" in output
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -114,10 +122,9 @@ def test_an_interrupted_run_leaves_readable_files(tmp_path: Path, number: signal
 def test_a_rank_that_fails_ends_the_run_with_its_traceback(tmp_path: Path):
     # Lines that are no JSON objects are met only when the ranks read the text.
     (tmp_path / "text.jsonl").write_text('{"body": 1}\n')
-    process = start(
-        tmp_path / "run", "--training.dataset", "jsonl", "--training.dataset_path", str(tmp_path / "text.jsonl")
-    )
-    output, errors = process.communicate(timeout=120)
+    dataset = ["--training.dataset", "jsonl", "--training.dataset_path", str(tmp_path / "text.jsonl")]
+    with started(tmp_path / "run", *dataset) as process:
+        output, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "no text under 'text'; the keys are 'body' (set neuron.text_field)" in errors
     assert "Traceback" in errors
