@@ -18,8 +18,8 @@ from trn_dist.titan.metrics import Step, read_steps
 from trn_dist.titan.train import run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-STEPS = 5
-SEQ_LEN = 128
+STEPS = 4
+SEQ_LEN = 64
 SHORT = ["--training.steps", str(STEPS), "--training.seq_len", str(SEQ_LEN)]
 # The gradient norm of the first steps is 0.5 to 1: this limit bites in every step.
 CLIPPED = ["--training.max_norm", "0.25"]
@@ -70,6 +70,7 @@ def test_ddp_and_fsdp_have_the_same_losses_bit_for_bit_without_clipping(train: T
     assert_close(ddp, fsdp, loss=0, grad_norm=NORM)
 
 
+@pytest.mark.slow  # in an ordinary run tests/parity compares clipped layouts of a smaller model
 def test_ddp_and_fsdp_have_the_same_losses_to_six_digits_with_clipping(train: Train):
     ddp = train("llama3_debug_ddp8", *CLIPPED)
     fsdp = train("llama3_debug_fsdp8", *CLIPPED)
@@ -102,7 +103,7 @@ def test_the_loss_falls(train: Train):
     steps = train("llama3_debug_fsdp8", *UNCLIPPED)
     losses = [step.loss for step in steps]
     assert losses[0] == pytest.approx(math.log(2048), rel=0.1)
-    assert losses[-1] < losses[0] - 0.4
+    assert losses[-1] < losses[0] - 0.3
 
 
 def test_sharding_shows_in_the_memory_of_the_fullest_rank(train: Train):
