@@ -187,6 +187,30 @@ def test_dynamo_finds_the_backend_by_name():
     assert "neuron" in torch._dynamo.list_backends()
 
 
+def test_dynamo_finds_the_devices_functions_by_name():
+    interface = torch._dynamo.device_interface.get_interface_for_device("neuron")
+    assert interface.current_device() == 0 and interface.device_count() == torch.neuron.device_count()
+    with interface.device(1):
+        assert interface.current_device() == 1
+
+
+def test_casts_moves_and_new_tensors_are_traced():
+    @torch.compile(backend="neuron", fullgraph=True)
+    def function(x):
+        with torch.autocast("neuron", dtype=torch.float16):
+            return (x @ torch.ones(2, 2)).cpu()
+
+    with torch.device("neuron"):
+        result = function(torch.ones(2, 2))
+    assert result.is_cpu and result.dtype == torch.float16 and result.tolist() == [[2, 2], [2, 2]]
+
+
+def test_fake_tensors_take_the_current_device():
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        total = torch.empty(3, device="neuron") + torch.empty(3, device="neuron:0")
+    assert total.device == torch.device("neuron:0") and total.shape == (3,)
+
+
 class Attention(nn.Module):
     """Draws inside a checkpointed region whose weights are DTensors, so that the compiled graph saves a mesh too."""
 

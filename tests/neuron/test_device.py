@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,10 +62,53 @@ def test_device_contexts():
         assert torch.ones(2).is_neuron
 
 
+def test_accelerator_contexts_end_also_by_an_error():
+    with pytest.raises(KeyError), torch.accelerator.device_index(1):
+        assert torch.ones(1, device="neuron").device == torch.device("neuron:1")
+        with torch.accelerator.device_index(0), torch.accelerator.device_index(None):
+            assert torch.accelerator.current_device_index() == 0
+        assert torch.accelerator.current_device_index() == 1
+        raise KeyError
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_each_thread_has_its_current_device():
+    def work(index):
+        for _ in range(20):
+            torch.accelerator.set_device_index(index)
+            result = torch.ones(8, 8, device="neuron") @ torch.ones(8, 8, device="neuron")
+            if result.sum().device.index != index or torch.accelerator.current_device_index() != index:
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, [0, 1, 2, 3]))
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_the_name_is_neuron():
+    from torch._C._autograd import DeviceType
+    from torch._C._profiler import ProfilerActivity
+
+    assert torch._C._get_privateuse1_backend_name() == "neuron"
+    for kind in (DeviceType, ProfilerActivity):
+        assert kind.PrivateUse1 == kind.NEURON and str(kind.NEURON) == f"{kind.__name__}.NEURON"
+    torch.utils.rename_privateuse1_backend("neuron")
+    with pytest.raises(RuntimeError, match="already been set"):
+        torch.utils.rename_privateuse1_backend("other")
+    with pytest.raises(RuntimeError, match="runtime module of"):
+        torch._register_device_module("neuron", types.ModuleType("other"))
+    with pytest.raises(RuntimeError, match=r"torch\.neuron\.nonesuch"):
+        torch.utils.backend_registration._get_custom_mod_func("nonesuch")
+
+
 def test_capability_queries():
     assert torch.neuron.is_available() and torch.neuron.is_bf16_supported()
     assert torch.get_device_module("neuron") is torch.neuron
     assert torch.get_device_module() is torch.neuron
+    dtypes = torch.accelerator.get_device_capability("neuron:1")["supported_dtypes"]
+    assert {torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64} <= dtypes
+    assert torch.qint8 not in dtypes
 
 
 def test_autoload_can_be_switched_off():
@@ -82,8 +127,10 @@ def test_autoload_starts_nothing():
 import torch, threading, os
 maps = open("/proc/self/maps").read()
 print(torch.neuron.is_initialized(), "trn_dist-hbm" in maps, "torch._dynamo" in __import__("sys").modules)
+torch.neuron.init()
+print(torch.neuron.is_initialized())
 """
-    assert run(program) == "False False False"
+    assert run(program) == "False False False\nTrue"
 
 
 COUNT = "import torch; print(torch.neuron.device_count(), torch.ones(1, device='neuron').device)"

@@ -212,6 +212,20 @@ def test_fraction_is_checked():
             torch.neuron.set_per_process_memory_fraction(fraction)
 
 
+def test_copies_views_and_graphs_give_their_memory_back():
+    def use(size):
+        x = torch.ones(size, device="neuron", requires_grad=True)
+        copied, parts = x.detach().cpu().to("neuron:1"), (x.view(10, -1), x[1:], x.clone())
+        (x * 2 + parts[0].sum()).sum().backward()
+        return copied.add_(1).mul_(2)
+
+    use(1000)
+    before = [torch.neuron.memory_allocated(device) for device in (0, 1)]
+    for size in (100, 1000, 100_000) * 10:
+        use(size)
+    assert [torch.neuron.memory_allocated(device) for device in (0, 1)] == before
+
+
 def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096

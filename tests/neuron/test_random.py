@@ -137,6 +137,30 @@ def test_each_device_has_a_generator_and_manual_seed_reaches_all():
     assert torch.neuron.initial_seed() == 12 and torch.neuron.default_generators[1].initial_seed() == 11
 
 
+def test_states_and_seeds_of_all_devices():
+    torch.neuron.manual_seed_all(7)
+    states = torch.neuron.get_rng_state_all()
+    assert len(states) == torch.neuron.device_count()
+    drawn = torch.randn(3, device="neuron:1")
+    torch.neuron.set_rng_state_all(states)
+    assert torch.equal(torch.randn(3, device="neuron:1"), drawn)
+    seeds = []
+    for _ in range(2):
+        torch.neuron.seed_all()
+        seeds.append({generator.initial_seed() for generator in torch.neuron.default_generators})
+    assert [len(seed) for seed in seeds] == [1, 1] and seeds[0] != seeds[1]
+
+
+def test_generators_of_two_devices_with_one_seed_draw_the_same():
+    draws = []
+    for device in ("neuron:0", "neuron:1"):
+        generator = torch.Generator(device).manual_seed(5)
+        generator.set_offset(8)
+        assert generator.device == torch.device(device) and generator.get_offset() == 8
+        draws.append(torch.randn(6, device=device, generator=generator).cpu())
+    assert torch.equal(*draws)
+
+
 def test_moments():
     n = 200_000
     normal = torch.randn(n, device="neuron")

@@ -69,6 +69,15 @@ def test_views_share_memory(view):
     assert torch.equal(actual.cpu(), expected)
 
 
+def test_devices_have_memory_of_their_own():
+    tensors = [torch.full((100,), i, device=f"neuron:{i % 2}") for i in range(20)]
+    assert [t.device.index for t in tensors] == [0, 1] * 10
+    assert len({t.data_ptr() for t in tensors}) == 20 and [t[0].item() for t in tensors] == list(range(20))
+    moved = tensors[0].to("neuron:1")
+    assert moved.data_ptr() != tensors[0].data_ptr() and torch.equal(moved.to("neuron:0"), tensors[0])
+    assert moved.to("neuron:1") is moved and moved.to("neuron:1", copy=True).data_ptr() != moved.data_ptr()
+
+
 def test_copies_in_every_direction():
     source = torch.arange(12.0).reshape(3, 4)
     first = torch.zeros(4, 3, device="neuron").t()
@@ -165,6 +174,25 @@ def test_out_tensor_is_resized():
     assert data is out and out.tolist() == [2, 3] and out.is_neuron
 
 
+def test_out_tensor_with_gaps_is_written_in_place_or_resized():
+    results = []
+    for device in ("cpu", "neuron"):
+        x = -torch.arange(12.0).reshape(2, 2, 3).to(device)
+        out = torch.full((2, 2, 6), 7.0, device=device)
+        torch.abs(x, out=out[:, :, ::2])
+        with pytest.warns(UserWarning, match="was resized"):
+            torch.abs(x, out=out[:, :, ::3])
+        results.append(out.cpu())
+    assert torch.equal(*results)
+
+
+def test_operators_of_lists_and_of_numbers():
+    v = on_neuron(1, 2)
+    assert [t.tolist() for t in torch._foreach_add((v, v), (v, v))] == [[2, 4], [2, 4]]
+    indices = torch.triu_indices(2, 2, device="neuron")
+    assert indices.is_neuron and indices.tolist() == [[0, 0, 1], [0, 1, 1]]
+
+
 def test_inplace_operator_returns_its_tensor():
     t = on_neuron(1, 2)
     assert t.add_(1) is t
@@ -198,6 +226,30 @@ def test_save_and_load():
     assert load(map_location="neuron").is_neuron
 
 
+def test_storages_are_located_by_name():
+    for device, tag in (("neuron", "neuron:0"), ("neuron:1", "neuron:1")):
+        assert torch.serialization.location_tag(torch.UntypedStorage(4, device=device)) == tag
+        restored = torch.serialization.default_restore_location(torch.ones(2).untyped_storage(), tag)
+        assert restored.device == torch.device(tag)
+
+
+class AsOldFilesHaveIt:
+    """A tensor of the device as a file of PyTorch 2.0 and before holds it: an array of NumPy."""
+
+    def __reduce__(self):
+        values = torch.arange(3.0).numpy()
+        return torch._utils._rebuild_device_tensor_from_numpy, (values, torch.float32, "neuron:1", False)
+
+
+def test_load_of_an_old_file():
+    buffer = io.BytesIO()
+    torch.save(AsOldFilesHaveIt(), buffer)
+    for location, device in ((None, "neuron:1"), ("cpu", "cpu")):
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False, map_location=location)
+        assert loaded.device == torch.device(device) and loaded.tolist() == [0, 1, 2]
+
+
 def test_loading_to_a_device_that_is_not_there_says_so():
     buffer = io.BytesIO()
     torch.save(torch.ones(2), buffer)
@@ -210,7 +262,11 @@ def test_pinned_memory():
     pinned = torch.ones(4).pin_memory()
     assert pinned.is_pinned() and not torch.ones(4).is_pinned()
     assert torch.empty(3, pin_memory=True).is_pinned()
-    assert pinned[1:].is_pinned()
+    assert pinned[1:].is_pinned() and pinned[::2].is_pinned() and pinned.view(2, 2).is_pinned()
+    storage = torch.ones(4).untyped_storage()
+    assert not storage.is_pinned() and storage.pin_memory().is_pinned()
+    for shared in (pinned.untyped_storage(), pinned.untyped_storage()[8:]):
+        assert torch.empty(0).set_(shared, 0, (2,), (1,)).is_pinned()
     assert pinned.to("neuron", non_blocking=True).tolist() == [1, 1, 1, 1]
     with pytest.raises(RuntimeError, match="dense CPU tensors can be pinned"):
         torch.empty(3, device="neuron", pin_memory=True)
@@ -221,6 +277,34 @@ def test_pin_memory_in_a_data_loader():
     batches = list(torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True, num_workers=1))
     assert all(batch[0].is_pinned() for batch in batches)
     assert torch.cat([batch[0] for batch in batches]).tolist() == list(range(8))
+
+
+def test_types_and_methods_named_after_the_device():
+    names = {
+        torch.float32: "Float",
+        torch.float16: "Half",
+        torch.int64: "Long",
+        torch.uint8: "Byte",
+        torch.bool: "Bool",
+    }
+    for dtype, name in names.items():
+        assert torch.empty(1, dtype=dtype, device="neuron").type() == f"torch.neuron.{name}Tensor"
+    for device in (1, "neuron:1", torch.device("neuron:1")):
+        assert torch.ones(2).neuron(device).device == torch.device("neuron:1")
+    storage = torch.ones(2).untyped_storage()
+    assert storage.neuron().is_neuron and not storage.is_neuron
+
+
+def test_packed_sequences():
+    sequences = [torch.ones(length, 4) for length in (3, 2)]
+    packed = torch.nn.utils.rnn.pack_sequence(sequences)
+    moved = packed.neuron()
+    assert moved.is_neuron and moved.data.is_neuron and not packed.is_neuron
+    lstm = torch.nn.LSTM(4, 5).requires_grad_(False)
+    expected, _ = lstm(packed)
+    output, (hidden, cell) = lstm.to("neuron")(packed.to("neuron"))
+    assert output.is_neuron and hidden.is_neuron and cell.is_neuron
+    torch.testing.assert_close(output.data.cpu(), expected.data)
 
 
 def test_printing():
@@ -292,6 +376,9 @@ def test_a_failed_operator_leaves_its_arguments_as_they_were():
 
 
 def test_dlpack_to_and_from_the_host():
+    for t in (torch.ones(2, 3, dtype=torch.int32, device="neuron"), torch.randn(3, 4, device="neuron").t()):
+        again = torch.from_dlpack(t)
+        assert again.dtype == t.dtype and again.stride() == t.stride() and torch.equal(again, t)
     t = torch.arange(4.0, device="neuron:1")
     for again in (torch.from_dlpack(t), torch.from_dlpack(torch.utils.dlpack.to_dlpack(t))):
         again[0] += 5

@@ -93,6 +93,37 @@ def test_autocast_casts_by_cudas_lists():
     assert torch.get_autocast_dtype("neuron") in torch.neuron.get_amp_supported_dtype()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_of_any_inputs_nested_and_backward(dtype):
+    x = torch.full((2, 2), 0.5, device="neuron")
+    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    weight = x.clone().requires_grad_()
+    with torch.autocast("neuron", dtype=dtype):
+        assert (x @ x.to(other)).dtype == dtype and (x.to(dtype) @ x).dtype == dtype
+        with torch.autocast("neuron", dtype=other):
+            assert (x @ x).dtype == other
+        assert x.asin().dtype == x.to(dtype).asin().dtype == torch.float32
+        (weight @ weight).sum().backward()
+    assert weight.grad.dtype == torch.float32 and weight.grad.tolist() == [[2, 2], [2, 2]]
+
+
+def test_autocast_has_a_dtype_that_can_be_set():
+    default = torch.get_autocast_dtype("neuron")
+    try:
+        torch.set_autocast_dtype("neuron", torch.bfloat16)
+        with torch.autocast("neuron"):
+            assert (torch.ones(2, 2, device="neuron") @ torch.ones(2, 2, device="neuron")).dtype == torch.bfloat16
+    finally:
+        torch.set_autocast_dtype("neuron", default)
+
+
+def test_autocast_refuses_binary_cross_entropy():
+    x = torch.full((2,), 0.5, device="neuron")
+    with torch.autocast("neuron"), pytest.raises(RuntimeError, match=r"unsafe to autocast.*BCEWithLogitsLoss"):
+        F.binary_cross_entropy(x, x)
+    assert F.binary_cross_entropy(x, x).item() > 0
+
+
 def test_autocast_refuses_other_dtypes():
     with pytest.warns(UserWarning, match="neuron"), torch.autocast("neuron", dtype=torch.float64):
         assert not torch.is_autocast_enabled("neuron")

@@ -129,12 +129,17 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether a tensor was allocated on the device in this process."""
+    """Whether the device was set up in this process, by its first tensor or by :func:`init`."""
     return _C._is_initialized()
 
 
 def init() -> None:
-    """Does nothing: the device is set up at its first use."""
+    """Sets the device up, which its first tensor would do otherwise.
+
+    Raises:
+        RuntimeError: the process was forked from one whose device was set up.
+    """
+    _C._initialize()
 
 
 def _lazy_init() -> None:

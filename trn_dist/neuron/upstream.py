@@ -141,8 +141,19 @@ def _load_safetensors_on_neuron(module: ModuleType) -> None:
     module.load_file = load_file  # type: ignore[attr-defined]
 
 
+def _be_known_to_dynamo(module: ModuleType) -> None:
+    """``get_interface_for_device`` has the functions of a closed list of devices."""
+    functions = {
+        name: staticmethod(getattr(torch.neuron, name))  # type: ignore[attr-defined]
+        for name in vars(module.DeviceInterface)
+        if not name.startswith("_") and hasattr(torch.neuron, name)  # type: ignore[attr-defined]
+    }
+    module.register_interface_for_device("neuron", type("NeuronInterface", (module.DeviceInterface,), functions))
+
+
 # Modules that ``import torch`` leaves out, with what corrects them.
 _LATE: dict[str, Callable[[ModuleType], None]] = {
+    "torch._dynamo.device_interface": _be_known_to_dynamo,
     "torch.nn.attention.flex_attention": _correct_flex_attention,
     "torch.distributed.nn.functional": _correct_gather_gradients,
     "torch.distributed._symmetric_memory": _serve_symmetric_memory,

@@ -7,6 +7,14 @@ namespace {
 
 using namespace at; // PyTorch's macros name its types without their namespace
 
+// As on CUDA. PyTorch's own function of this kind is not exported; programs know the beginning of its sentence.
+Tensor refuse_binary_cross_entropy(const Tensor&, const Tensor&, const std::optional<Tensor>&, int64_t) {
+  TORCH_CHECK(
+      false,
+      "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. Give the numbers before "
+      "the sigmoid to binary_cross_entropy_with_logits or BCEWithLogitsLoss, which are safe");
+}
+
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
@@ -29,6 +37,8 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 #define TRN_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
   AT_FORALL_PROMOTE(TRN_PROMOTE)
 #undef TRN_PROMOTE
+
+  m.impl("binary_cross_entropy", &refuse_binary_cross_entropy);
 }
 
 } // namespace

@@ -31,6 +31,14 @@ struct NeuronGuardImpl final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override {
     return device_count();
   }
+  // What torch.accelerator.get_device_capability tells: the CPU's kernels take every dtype; the quantized ones, which
+  // PyTorch gives up, cannot lie on the device.
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override {
+    c10::DeviceCapability capability;
+    auto& dtypes = capability.capability_data.supported_scalar_types;
+    dtypes.has_QInt8 = dtypes.has_QUInt8 = dtypes.has_QInt32 = dtypes.has_QUInt4x2 = dtypes.has_QUInt2x4 = 0;
+    return capability;
+  }
 
   c10::Stream getStream(c10::Device device) const override {
     return current_stream(resolve(device));

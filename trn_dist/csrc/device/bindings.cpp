@@ -284,6 +284,7 @@ void init_device(pybind11::module_& m) {
   m.def("_device_name", [] { return device_config().name; });
   m.def("_device_hbm_bytes", [] { return device_config().hbm_bytes; });
   m.def("_check_device", [](int device) { check_device(static_cast<c10::DeviceIndex>(std::clamp(device, -1, 127))); });
+  m.def("_initialize", [] { Arena::get(); });
   m.def("_is_initialized", &Arena::exists);
   m.def("_in_bad_fork", &Arena::in_bad_fork);
   m.def("_refuse_bad_fork", &Arena::refuse_bad_fork);
