@@ -31,8 +31,8 @@ struct NeuronGuardImpl final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override {
     return device_count();
   }
-  // What torch.accelerator.get_device_capability tells: the CPU's kernels take every dtype; the quantized ones, which
-  // PyTorch gives up, cannot lie on the device.
+  // What torch.accelerator.get_device_capability tells: all dtypes but the quantized ones, which PyTorch gives up and of
+  // which the device neither makes an empty tensor nor copies one.
   c10::DeviceCapability getDeviceCapability(c10::Device) const override {
     c10::DeviceCapability capability;
     auto& dtypes = capability.capability_data.supported_scalar_types;
