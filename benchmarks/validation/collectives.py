@@ -2,11 +2,13 @@
 
     python benchmarks/validation/collectives.py [--no-fit]
 
-Every parameter of the model comes from a document (configs/ names it) but two, which are fitted to the host-launched
-examples of nccom_test.toml, from 1 MiB on: `link_efficiency`, the part of a link's rate that a collective reaches, and
-`step_overhead_us`, what an algorithm's step costs when the host launched it. The published examples' launch overheads
-differ by a factor of 50 for reasons that the page does not give; so each host-launched example's is taken from its
-smallest row, which is marked "launch" and not counted. Nothing is taken from the example in a graph.
+Every parameter of the model comes from a document (configs/ names it) but three, which are fitted to the host-launched
+examples of nccom_test.toml: `link_efficiency`, the part of a link's rate that a collective reaches, and
+`step_overhead_us`, what an algorithm's step costs when the host launched it, both from 1 MiB on, so that smaller rows
+test them; and `mesh_below_bytes_across_nodes`, from where a group across nodes no longer uses mesh inside them. The
+published examples' launch overheads differ by a factor of 50 for reasons that the page does not give; so each
+host-launched example's is taken from its smallest row, which is marked "launch" and not counted. Nothing is taken from
+the example in a graph.
 
 Three readings of the documents were made with these rows in view, and leaving a row out does not undo them: on which
 instance an example ran, that the switch sizes scale with the ranks of a group (`thresholds_at_ranks`), and that a ring
@@ -30,19 +32,22 @@ from trn_dist.hardware.cluster import LaunchProfile
 
 ROWS_FILE = Path(__file__).with_name("nccom_test.toml")
 LARGE_BYTES = 32 * 2**20
-# Below, an example's launch dominates, and the examples contradict each other there.
-FITTED_FROM_BYTES = 2**20
+# The rows that decide the step overhead; smaller ones test it, and decide where mesh ends across nodes.
+STEPS_FROM_BYTES = 2**20
 # From here on latency is a small part of the time, and the links' efficiency nearly all of it.
 RATE_FROM_BYTES = 256 * 2**20
-EFFICIENCIES = [round(0.46 + 0.01 * i, 2) for i in range(18)]
-STEP_OVERHEADS_US = [float(25 + 5 * i) for i in range(12)]
+EFFICIENCIES = [round(0.52 + 0.01 * i, 2) for i in range(9)]
+STEP_OVERHEADS_US = [float(45 + 5 * i) for i in range(7)]
+# From the size that is documented for a group on one node down; of equals the first is taken.
+MESH_ENDS_BYTES = [2**20 >> i for i in range(11)]
 
 
 class Parameters(NamedTuple):
-    """The two fitted ones."""
+    """The fitted ones."""
 
     link_efficiency: float
     step_overhead_us: float
+    mesh_below_bytes_across_nodes: int
 
 
 class Row(NamedTuple):
@@ -80,22 +85,27 @@ class Example:
                 row["bytes"],
                 row["time_us"],
                 row.get("algorithm", ""),
-                host and row["bytes"] >= FITTED_FROM_BYTES,
+                host,
                 host and number == 0,
             )
             for number, row in enumerate(table["rows"])
         ]
 
     def shipped(self) -> Parameters:
-        profile = self.cluster.launch_profile("host")
-        return Parameters(self.cluster.collectives.link_efficiency, profile.step_overhead_us)
+        library = self.cluster.collectives
+        return Parameters(
+            library.link_efficiency,
+            library.launch["host"].step_overhead_us,
+            library.mesh_below_bytes_across_nodes,
+        )
 
     @functools.cache  # noqa: B019 - an example lives as long as the program
     def predict(self, parameters: Parameters) -> list[Prediction]:
         """A prediction for each row."""
         library = self.cluster.collectives
-        launch = dict(library.launch, host=LaunchProfile(0.0, parameters.step_overhead_us))
-        library = dataclasses.replace(library, link_efficiency=parameters.link_efficiency, launch=launch)
+        values = parameters._asdict()
+        launch = dict(library.launch, host=LaunchProfile(0.0, values.pop("step_overhead_us")))
+        library = dataclasses.replace(library, launch=launch, **values)
         topology = Topology(dataclasses.replace(self.cluster, collectives=library))
         table = Communicator(topology, range(self.ranks), launch_profile=self.launch).table(self.operation)
         times = [table.time_ps(row.nbytes) / 1e6 for row in self.rows]
@@ -110,23 +120,32 @@ def read_examples(ring_steps_per_rank: int | None = None) -> list[Example]:
     return [Example(t, ring_steps_per_rank) for t in tomllib.loads(ROWS_FILE.read_text(encoding="utf-8"))["example"]]
 
 
-def misfit(examples: list[Example], parameters: Parameters, from_bytes: int, left_out: Row | None = None) -> float:
-    """Mean squared logarithm of predicted over published, over the host-launched rows from a size on."""
+def misfit(
+    examples: list[Example],
+    parameters: Parameters,
+    left_out: Row | None,
+    from_bytes: int,
+    below_bytes: float = math.inf,
+) -> float:
+    """Mean squared logarithm of predicted over published, over the host-launched rows of some sizes."""
     squares = [
         math.log(prediction.time_us / row.time_us) ** 2
         for example in examples
         for row, prediction in zip(example.rows, example.predict(parameters), strict=True)
-        if row.by_host and row.nbytes >= from_bytes and row != left_out
+        if row.by_host and from_bytes <= row.nbytes < below_bytes and row != left_out
     ]
     return statistics.fmean(squares)
 
 
 def fit(examples: list[Example], left_out: Row | None = None) -> Parameters:
-    """The links' efficiency from the largest rows, where it decides; then the step overhead from all from 1 MiB on."""
-    grid = [Parameters(e, s) for e in EFFICIENCIES for s in STEP_OVERHEADS_US]
-    by_rate = min(grid, key=lambda parameters: misfit(examples, parameters, RATE_FROM_BYTES, left_out))
+    """The links' efficiency from the largest rows, where it decides; the step overhead from all from 1 MiB on; where
+    mesh ends across nodes from the others."""
+    grid = [Parameters(e, s, MESH_ENDS_BYTES[0]) for e in EFFICIENCIES for s in STEP_OVERHEADS_US]
+    by_rate = min(grid, key=lambda p: misfit(examples, p, left_out, RATE_FROM_BYTES))
     by_step = [parameters for parameters in grid if parameters.link_efficiency == by_rate.link_efficiency]
-    return min(by_step, key=lambda parameters: misfit(examples, parameters, FITTED_FROM_BYTES, left_out))
+    best = min(by_step, key=lambda p: misfit(examples, p, left_out, STEPS_FROM_BYTES))
+    ends = [best._replace(mesh_below_bytes_across_nodes=end) for end in MESH_ENDS_BYTES]
+    return min(ends, key=lambda p: misfit(examples, p, left_out, 0, STEPS_FROM_BYTES))
 
 
 def percent(predicted: float, published: float) -> float:
@@ -166,12 +185,13 @@ def main() -> None:
         print(f"mean of |error| with the row left out: {statistics.fmean(map(abs, left_out_errors)):.0f} %")
     print(f"from 32 MB on, {len(large)} rows: mean {statistics.fmean(large):.0f} %, worst {max(large):.0f} %")
     if refit:
-        best, shipped = fit(examples), examples[0].shipped()
-        print(f"fitted: link_efficiency {best.link_efficiency}, step_overhead_us {best.step_overhead_us}")
-        print(f"shipped: link_efficiency {shipped.link_efficiency}, step_overhead_us {shipped.step_overhead_us}")
-        logical = read_examples(ring_steps_per_rank=1)
-        spread = math.sqrt(misfit(examples, best, FITTED_FROM_BYTES))
-        spread_logical = math.sqrt(misfit(logical, fit(logical), FITTED_FROM_BYTES))
+        across = max(examples, key=lambda example: example.cluster.count)
+        print(f"fitted:  {fit(examples)}")
+        print(f"shipped: {across.shipped()}")
+        spread, spread_logical = (
+            math.sqrt(misfit(read, fit(read), None, STEPS_FROM_BYTES))
+            for read in (examples, read_examples(ring_steps_per_rank=1))
+        )
         print(
             f"root mean square of log(predicted/published) from 1 MiB on: {spread:.3f}; "
             f"with rings that count logical cores, fitted anew: {spread_logical:.3f}"

@@ -4,9 +4,11 @@ import pytest
 
 from trn_dist.collectives import algorithms, mesh_groups, sibling_groups
 from trn_dist.collectives.algorithms import Phase, Transfer, backwards
+from trn_dist.collectives.group import Layout
 from trn_dist.collectives.pricing import link_loads
 from trn_dist.hardware import Topology, load_cluster
 
+TRN1 = Topology(load_cluster("trn1.32xlarge"))
 TRN2 = Topology(load_cluster("trn2.48xlarge", nodes=2))
 GROUPS = {
     "a chip": list(range(4)),
@@ -74,6 +76,32 @@ def test_mesh_sends_each_chip_s_chunks_to_each_other_chip_once() -> None:
     assert all(TRN2.chip_of(t.source) == TRN2.chip_of(t.target) for t in within.transfers)
 
 
+@pytest.mark.parametrize("name", ["two rows", "the node", "a column", "a row of chips"])
+def test_recursive_doubling_takes_single_links(name: str) -> None:
+    """A torus of 4 x 4 is a hypercube of four dimensions: intranode-collective-comm.rst."""
+    phases = algorithms.node_rdh(TRN2, GROUPS[name])
+    assert phases is not None
+    for transfer in (t for phase in phases for t in phase.transfers):
+        a, b = TRN2.chip_of(transfer.source), TRN2.chip_of(transfer.target)
+        assert a == b or b in TRN2.connected_chips(a)
+
+
+@pytest.mark.parametrize(("topology", "links_at_once"), [(TRN2, 4), (TRN1, 2)], ids=["four cores", "two cores"])
+def test_the_cores_of_a_chip_double_along_different_links(topology: Topology, links_at_once: int) -> None:
+    phases = algorithms.node_rdh(topology, range(topology.cluster.cores_per_node))
+    assert phases is not None
+    for phase in phases[:-1]:
+        loads = [load.share for load in link_loads(topology, [phase]) if load.link.kind == "node"]
+        assert len(loads) == 16 * links_at_once
+        assert loads == pytest.approx([loads[0]] * len(loads))
+
+
+def test_chips_that_are_no_rectangle_still_double() -> None:
+    """They lie on a diagonal."""
+    assert algorithms.hypercube_corners(TRN2, [0, 5, 10, 15]) == [0, 1, 2, 3]
+    assert algorithms.node_rdh(TRN2, [0, 20, 40, 60]) is not None
+
+
 def test_rdh_needs_a_power_of_two_of_equal_chips() -> None:
     assert algorithms.node_rdh(TRN2, list(range(12))) is None
     assert algorithms.node_rdh(TRN2, list(range(6))) is None
@@ -104,6 +132,17 @@ def test_a_reduce_scatter_adds_which_is_one_more_access() -> None:
     (phase,) = backwards([Phase([Transfer(0, 1, 0.5)], steps=3)])
     assert phase.transfers == [Transfer(1, 0, 0.5)]
     assert (phase.reads, phase.writes, phase.steps) == (1.0, 2.0, 3)
+
+
+def test_in_one_step_everyone_sends_everything() -> None:
+    ranks = tuple(range(8))
+    (phase,) = algorithms.in_one_step(algorithms.to_all(Layout.of(ranks, TRN2.cluster), [0]), len(ranks))
+    assert sorted(phase.transfers) == [Transfer(a, b, 1.0) for a in ranks for b in ranks if a != b]
+    assert (phase.steps, phase.reads, phase.writes) == (1, 1.0, 2.0)
+    # Of a pair across nodes one step sends what two would.
+    lane = algorithms.lane_mesh((0, 64), range(2), 0.5, over_efa=True)
+    (pair,) = algorithms.in_one_step(lane, 2)
+    assert received([pair], [0, 64]) == received(lane + backwards(lane), [0, 64])
 
 
 def test_lanes_look_only_at_their_sites() -> None:

@@ -16,9 +16,11 @@ from trn_dist.hardware import Cluster, ConfigError, LinkFault, RouteError, Topol
 MIB = 2**20
 TRN2 = Topology(load_cluster("trn2.48xlarge"))
 TRN2_TWO = Topology(load_cluster("trn2.48xlarge", nodes=2))
+TRN1_TWO = Topology(load_cluster("trn1.32xlarge", nodes=2))
 TOPOLOGIES = {
     "trn1.32xlarge": Topology(load_cluster("trn1.32xlarge")),
     "trn2.48xlarge": TRN2,
+    "two trn1.32xlarge": TRN1_TWO,
     "two trn2.48xlarge": TRN2_TWO,
     "trn2-ultraserver": Topology(load_cluster("trn2-ultraserver")),
     "trn3-gen1-ultraserver": Topology(load_cluster("trn3-gen1-ultraserver")),
@@ -47,6 +49,7 @@ def groups(draw: st.DrawFn) -> tuple[str, tuple[int, ...]]:
 
 
 operations = st.sampled_from(OPERATIONS)
+launches = st.sampled_from(["", "host"])
 sizes = st.one_of(st.integers(0, 2**20), st.integers(0, 2**33))
 few = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -77,6 +80,45 @@ def test_a_whole_node_switches_at_the_documented_sizes() -> None:
     node = Communicator(TRN2, range(64))
     below = [node.algorithm("all_reduce", size) for size in (MIB - 1, MIB, 56 * MIB - 1, 56 * MIB)]
     assert below == ["mesh", "rdh", "rdh", "kangaring"]
+
+
+def test_a_small_all_reduce_goes_in_one_step() -> None:
+    """As long as what it sends more takes less time than the hops that it saves (internode-collective-comm.rst)."""
+    table = Communicator(TRN2, range(16)).table("all_reduce")
+    one, two = table.pieces[:2]
+    assert two.alpha_ps - one.alpha_ps == pytest.approx(
+        two.from_bytes * (one.beta_ps_per_mib - two.beta_ps_per_mib) / MIB, rel=1e-3
+    )
+    assert 8192 < two.from_bytes < 131072  # between these the published time is no longer level
+    # More data for each rank to send, and a network to send it through: it ends sooner.
+    across = Communicator(TRN1_TWO, range(64)).table("all_reduce")
+    assert [piece.algorithm for piece in across.pieces[:2]] == ["mesh", "hierarchical(mesh+mesh)"]
+    assert 128 < across.pieces[1].from_bytes < 512
+    # One hop over EFA and two DMAs' starts; and with the launch.
+    assert across.time_ps(0) / 1e6 == pytest.approx(15 + 0.6 + 1.3)
+
+
+def test_neither_launch_nor_fault_changes_where_one_step_ends() -> None:
+    """The library chooses by size."""
+    slow = Topology(TRN1_TWO.cluster, [LinkFault("nic 0", "rail 0", bandwidth_share=0.1, extra_latency_us=100.0)])
+    ends = {
+        Communicator(topology, range(64), launch_profile=launch).table("all_reduce").pieces[1].from_bytes
+        for topology in (TRN1_TWO, slow)
+        for launch in ("in_graph", "host")
+    }
+    assert len(ends) == 1
+
+
+def test_across_nodes_recursive_doubling_starts_where_its_own_size_says() -> None:
+    assert Communicator(TRN1_TWO, range(64)).algorithm("all_reduce", 8191) == "hierarchical(mesh+mesh)"
+    assert Communicator(TRN1_TWO, range(64)).algorithm("all_reduce", 8192) == "hierarchical(rdh+mesh)"
+    assert Communicator(TRN1_TWO, range(32)).algorithm("all_reduce", MIB - 1) == "mesh"
+    # Half of each node's ranks, half the size.
+    half = Communicator(TRN1_TWO, [*range(16), *range(32, 48)])
+    assert [half.algorithm("all_gather", size).split("+")[0] for size in (4095, 4096)] == [
+        "hierarchical(mesh",
+        "hierarchical(rdh",
+    ]
 
 
 def test_kangaring_takes_whole_chips_only() -> None:
@@ -126,7 +168,7 @@ def test_efa_lanes_share_each_chip_s_card() -> None:
 
 def test_launch_is_apart_from_the_hops() -> None:
     graph, host = (Communicator(TRN2, range(64), launch_profile=name) for name in ("in_graph", "host"))
-    steps = (host.time_ps("barrier", 0) / 1e6 - 300.0) - (graph.time_ps("barrier", 0) / 1e6 - 1.3)
+    steps = (host.time_ps("barrier", 0) / 1e6 - 237.5) - (graph.time_ps("barrier", 0) / 1e6 - 1.3)
     assert steps == pytest.approx(60.0)  # a mesh in one step
     with pytest.raises(ConfigError, match=r"no launch profile 'gpu'; there are in_graph, host"):
         Communicator(TRN2, range(4), launch_profile="gpu")
@@ -175,28 +217,30 @@ def test_a_slow_link_on_another_node_counts() -> None:
 
 
 @few
-@given(groups(), operations, sizes, sizes)
-def test_time_grows_with_bytes(group, operation: str, a: int, b: int) -> None:
+@given(groups(), operations, launches, sizes, sizes)
+def test_time_grows_with_bytes(group, operation: str, launch: str, a: int, b: int) -> None:
     name, ranks = group
-    table = Communicator(TOPOLOGIES[name], ranks).table(operation)
+    assume(not launch or launch in TOPOLOGIES[name].cluster.collectives.launch)
+    table = Communicator(TOPOLOGIES[name], ranks, launch_profile=launch).table(operation)
     assert table.time_ps(min(a, b)) <= table.time_ps(max(a, b))
     assert all(type(value) is int for row in table.rows() for value in row)
 
 
 @few
-@given(groups(), operations, sizes, st.one_of(st.just(0.0), st.floats(0.01, 1)), st.floats(0, 50), st.data())
+@given(groups(), operations, launches, sizes, st.one_of(st.just(0.0), st.floats(0.01, 1)), st.floats(0, 50), st.data())
 def test_a_slower_or_broken_link_never_helps(
-    group, operation: str, nbytes: int, share: float, extra_us: float, data: st.DataObject
+    group, operation: str, launch: str, nbytes: int, share: float, extra_us: float, data: st.DataObject
 ) -> None:
     name, ranks = group
     topology = TOPOLOGIES[name]
+    assume(not launch or launch in topology.cluster.collectives.launch)
     links = [link for link in topology.links(topology.node_of(ranks[0])) if "rail" not in (link.source[0],)]
     link = data.draw(st.sampled_from(links))
     source, target = (f"{end[0]} {end[1]}" for end in (link.source, link.target))
     slow = Topology(topology.cluster, [LinkFault(source, target, share, extra_us)])
-    before = Communicator(topology, ranks).time_ps(operation, nbytes)
+    before = Communicator(topology, ranks, launch_profile=launch).time_ps(operation, nbytes)
     try:
-        after = Communicator(slow, ranks).time_ps(operation, nbytes)
+        after = Communicator(slow, ranks, launch_profile=launch).time_ps(operation, nbytes)
     except RouteError:
         assert share == 0
     else:

@@ -53,6 +53,19 @@ def backwards(phases: Sequence[Phase]) -> list[Phase]:
     ]
 
 
+def in_one_step(gather: Sequence[Phase], members: int) -> list[Phase]:
+    """An all-reduce by a mesh in one step, from the mesh's all-gather in one: where everyone sends its chunk,
+    1/``members`` of the message, everyone sends all of it, and each adds up alone."""
+    return [
+        replace(
+            phase,
+            transfers=[Transfer(source, target, share * members) for source, target, share in phase.transfers],
+            writes=phase.writes + 1.0,
+        )
+        for phase in gather
+    ]
+
+
 # Inside a node
 
 
@@ -139,32 +152,44 @@ def node_mesh(topology: Topology, ranks: Sequence[int]) -> list[Phase]:
     return [Phase(transfers, steps=1) for transfers in (between, within) if transfers]
 
 
-def single_step_mesh(ranks: Sequence[int]) -> list[Phase]:
-    """All-reduce of a small message in one step: every rank sends all of it to every other, and each adds up alone."""
-    transfers = [Transfer(a, b, 1.0) for a in ranks for b in ranks if a != b]
-    return [Phase(transfers, steps=1, writes=2.0)]
+def hypercube_corners(topology: Topology, chips: Sequence[int]) -> list[int]:
+    """Each chip's corner of a hypercube, a binary digit for each dimension.
+
+    A torus of 4 x 4 is a hypercube of four dimensions: with the corners in Gray code along rows and columns, chips
+    whose corners differ in one digit are neighbours. Chips that are no rectangle are numbered in order.
+    """
+    level = topology.cluster.levels.node
+    if level.kind == "torus" and len(level.shape) == 2:
+        places = [divmod(chip % level.size, level.shape[1]) for chip in chips]
+        rows, columns = (sorted(set(line)) for line in zip(*places, strict=True))
+        if len(rows) * len(columns) == len(chips):
+            order = [(rows.index(row), columns.index(column)) for row, column in places]
+            return [(row ^ (row >> 1)) * len(columns) + (column ^ (column >> 1)) for row, column in order]
+    return list(range(len(chips)))
 
 
 def node_rdh(topology: Topology, ranks: Sequence[int]) -> list[Phase] | None:
     """Recursive doubling over the chips as a hypercube, one hypercube for each core of a chip, then inside each chip.
 
-    The hypercubes take the dimensions in different order, so that all links work at once. None unless the chips are a
-    power of two with as many ranks each.
+    The hypercubes take the dimensions in different order, so that as many links work at once as there are cores. None
+    unless the chips are a power of two with as many ranks each.
     """
-    chips = list(chips_of(topology, ranks).values())
+    on_chip = chips_of(topology, ranks)
+    chips = list(on_chip.values())
     count, per_chip, total = len(chips), len(chips[0]), len(ranks)
     if count & (count - 1) or any(len(members) != per_chip for members in chips):
         return None
     dimensions = count.bit_length() - 1
     cores = topology.cluster.logical_cores_per_chip
+    corners = hypercube_corners(topology, list(on_chip))
+    at = dict(zip(corners, chips, strict=True))
     phases = []
     for step in range(dimensions):
         transfers = []
-        for index, members in enumerate(chips):
+        for corner, members in at.items():
             for lane, rank in enumerate(members):
-                rotation = rank % cores * dimensions // cores
-                peer = index ^ (1 << (step + rotation) % dimensions)
-                transfers.append(Transfer(rank, chips[peer][lane], (1 << step) / total))
+                dimension = (step + rank % cores * dimensions // cores) % dimensions
+                transfers.append(Transfer(rank, at[corner ^ (1 << dimension)][lane], (1 << step) / total))
         phases.append(Phase(transfers, steps=1))
     within = [Transfer(a, b, count / total) for members in chips for a in members for b in members if a != b]
     return [*phases, Phase(within, steps=1)] if within else phases
@@ -239,7 +264,7 @@ def to_next(ranks: Ranks) -> list[Phase]:
     return [Phase([Transfer(a, b, 1.0) for a, b in itertools.pairwise(ranks)], steps=1)]
 
 
-def to_all(layout: Layout, units: Sequence[int]) -> list[Phase]:
+def to_all(layout: Layout, units: Sequence[int], ingress_efficiency: float = 1.0) -> list[Phase]:
     """A chunk from each rank to each other. What leaves a unit goes through the ranks' own cards whoever it is for, so
     it is counted as one transfer to the next unit; only the links of ``units`` are looked at."""
     total = len(layout.ranks)
@@ -258,4 +283,4 @@ def to_all(layout: Layout, units: Sequence[int]) -> list[Phase]:
                 transfers += [
                     Transfer(a, b, away) for a, b in zip(places[behind], itertools.cycle(ranks), strict=False)
                 ]
-    return [Phase(transfers, steps=1)]
+    return [Phase(transfers, steps=1, ingress_efficiency=ingress_efficiency)]

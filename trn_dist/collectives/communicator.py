@@ -8,6 +8,8 @@ goes to C++.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from trn_dist.collectives.cost_table import CostTable, Line, LinkPhase, build_ta
 from trn_dist.collectives.group import Layout, Ranks, sibling_groups
 from trn_dist.collectives.pricing import Price, price
 from trn_dist.hardware import ConfigError, Link, Topology
+from trn_dist.hardware.cluster import LaunchProfile
 
 OPERATIONS = (
     "all_reduce",
@@ -31,6 +34,8 @@ OPERATIONS = (
     "send",
     "barrier",
 )
+
+BARRIER_BYTES = 4  # a barrier is an all-reduce of one element
 
 # The phases of one team (the ranks of a node, or a lane), or None where the algorithm cannot be had.
 Plan = Callable[[Ranks], "list[Phase] | None"]
@@ -126,7 +131,7 @@ class Communicator:
         if operation == "broadcast":  # TorchNeuron's process group broadcasts by an all-reduce (accelerate says so)
             return self._hierarchy("all_reduce")
         if operation == "barrier":
-            lines = self._hierarchy("all_reduce")[0][1]
+            lines = _at(self._hierarchy("all_reduce"), BARRIER_BYTES)
             return [(0, [line._replace(ps_per_byte=0.0) for line in lines])]
         if operation == "reduce":  # reduce-scatter, then the pieces to the root
             return _add(self._hierarchy("reduce_scatter"), self._direct(algorithms.to_root))
@@ -140,6 +145,19 @@ class Communicator:
         return self._direct(plans[operation])
 
     def _hierarchy(self, operation: str) -> Segments:
+        """Stages, and before them for a small all-reduce one step, as long as what that sends more takes less time than
+        the hops that it saves (internode-collective-comm.rst). The library chooses by size: neither a fault nor what a
+        launch adds to a step changes the choice."""
+        segments = self._staged(operation)
+        if operation != "all_reduce":
+            return segments
+        plain = self._without_faults_and_overhead()
+        below = plain._one_step_below(segments if plain is self else plain._staged(operation))
+        if below <= 0:
+            return segments
+        return [(0, self._one_step), *((max(start, below), lines) for start, lines in segments)]
+
+    def _staged(self, operation: str) -> Segments:
         """The stages one after the other; all-reduce is a reduce-scatter up through them and an all-gather down."""
         segments: Segments = [(0, [Line("", 0.0, 0.0)])]
         for stage in self._stages:
@@ -151,17 +169,54 @@ class Communicator:
             for start, lines in segments
         ]
 
+    @functools.cached_property
+    def _one_step(self) -> list[Line]:
+        """An all-reduce in one step of a mesh of all ranks; none where a stage or the library cannot do it."""
+        cluster = self.topology.cluster
+        # A lane's own algorithms have it. Over several nodes of an UltraServer it would pay for a few bytes only.
+        several_nodes = any(len(nodes) > 1 for nodes in self._layout.places.values())
+        if "mesh" not in cluster.collectives.algorithms or self._stages[0].level != "node" or several_nodes:
+            return []
+
+        def mesh(team: Ranks) -> list[Phase]:
+            ingress = cluster.collectives.mesh_ingress_efficiency
+            return algorithms.in_one_step(algorithms.to_all(Layout.of(team, cluster), self._units, ingress), len(team))
+
+        return self._lines(self._flat(), "mesh", [mesh])
+
+    def _one_step_below(self, staged: Segments) -> int:
+        """The size from which the first of the stages' algorithms are quicker than one step."""
+        sizes = [
+            int((line.alpha_us - one_step.alpha_us) * 1e6 / (one_step.ps_per_byte - line.ps_per_byte))
+            for one_step in self._one_step
+            for line in staged[0][1]
+            if one_step.ps_per_byte > line.ps_per_byte
+        ]
+        return min(sizes, default=staged[-1][0] if self._one_step else 0)
+
+    def _without_faults_and_overhead(self) -> Communicator:
+        """The same group where nothing is broken and a launch costs nothing."""
+        if not self.topology.faults and self.launch.step_overhead_us == 0:
+            return self
+        cluster = self.topology.cluster
+        library = dataclasses.replace(cluster.collectives, launch={"none": LaunchProfile(0.0, 0.0)})
+        topology = Topology(dataclasses.replace(cluster, collectives=library, link_faults=()))
+        return Communicator(topology, self.ranks, [layout.ranks for layout in self._siblings], "none")
+
     def _direct(self, plan: Plan) -> Segments:
         """Every transfer at once, without an algorithm."""
-        site = Site([self.ranks], [sibling.ranks for sibling in self._siblings])
-        return [(0, self._lines(Stage("flat", 1.0, [site]), "direct", [plan]))]
+        return [(0, self._lines(self._flat(), "direct", [plan]))]
+
+    def _flat(self) -> Stage:
+        """All ranks at once."""
+        return Stage("flat", 1.0, [Site([self.ranks], [sibling.ranks for sibling in self._siblings])])
 
     # Stages
 
     def _make_stages(self) -> list[Stage]:
         cluster, layout = self.topology.cluster, self._layout
         if not layout.symmetric(cluster):
-            return [Stage("flat", 1.0, [Site([self.ranks], [sibling.ranks for sibling in self._siblings])])]
+            return [self._flat()]
         stages = []
         teams = layout.node_teams(cluster)
         per_node = len(teams[self._nodes[0]])
@@ -191,7 +246,9 @@ class Communicator:
             names = [name for name in ("ring", "mesh", "rdh") if name in library.algorithms]
             return [(0, [line for name in names for line in self._lane_lines(stage, name, operation)])]
         team = stage.sites[0].own[0]
-        mesh_below = library.mesh_below_bytes * len(team) // library.thresholds_at_ranks
+        across_nodes = len(self._stages) > 1
+        mesh_below = library.mesh_below_bytes_across_nodes if across_nodes else library.mesh_below_bytes
+        mesh_below = mesh_below * len(team) // library.thresholds_at_ranks
         rdh_below = library.rdh_below_bytes * len(team) // library.thresholds_at_ranks
         # An algorithm that cannot be had leaves its sizes to the next.
         segments: Segments = []
@@ -213,8 +270,6 @@ class Communicator:
         topology = self.topology
         if name == "mesh":
             plans = [_both_ways(lambda team: algorithms.node_mesh(topology, team), operation)]
-            if operation == "all_reduce":
-                plans.append(algorithms.single_step_mesh)
         elif name == "rdh":
             plans = [_both_ways(lambda team: algorithms.node_rdh(topology, team), operation)]
         else:
@@ -252,7 +307,14 @@ class Communicator:
                 return algorithms.lane_mesh(team, sites, ingress, self._unit_of(team[0]) != self._unit_of(team[-1]))
             return algorithms.lane_rdh(team, sites)
 
-        return self._lines(stage, name, [_both_ways(lane, operation)])
+        def one_step(team: Ranks) -> list[Phase] | None:
+            gather = lane(team)
+            return gather and algorithms.in_one_step(gather, len(team))
+
+        plans = [_both_ways(lane, operation)]
+        if name == "mesh" and operation == "all_reduce":
+            plans.append(one_step)
+        return self._lines(stage, name, plans)
 
     def _lines(self, stage: Stage, name: str, plans: list[Plan]) -> list[Line]:
         """A line for each plan that can be had, the dearest of the stage's sites counting."""
@@ -291,11 +353,12 @@ def _both_ways(gather: Plan, operation: str) -> Plan:
 def _add(first: Segments, second: Segments) -> Segments:
     """One after the other: from each size on, every line of the first with every line of the second."""
     starts = sorted({start for start, _ in itertools.chain(first, second)})
+    return [(start, [_joined(a, b) for a in _at(first, start) for b in _at(second, start)]) for start in starts]
 
-    def at(segments: Segments, size: int) -> list[Line]:
-        return [lines for start, lines in segments if start <= size][-1]
 
-    return [(start, [_joined(a, b) for a in at(first, start) for b in at(second, start)]) for start in starts]
+def _at(segments: Segments, size: int) -> list[Line]:
+    """The lines that count at a size."""
+    return [lines for start, lines in segments if start <= size][-1]
 
 
 def _joined(a: Line, b: Line) -> Line:

@@ -94,8 +94,10 @@ class CollectivesLibrary:
     """The algorithms of the collectives library, when it takes which, and what part of a link's rate it reaches."""
 
     algorithms: tuple[Annotated[str, Names(ALGORITHMS)], ...]
-    # Sizes at which it changes algorithm in a group of `thresholds_at_ranks`; they scale with the ranks of a group.
+    # Sizes at which it changes algorithm inside a node with `thresholds_at_ranks` ranks of a group; they scale with the
+    # ranks there. The second stands for the first in a group across nodes.
     mesh_below_bytes: NonNegativeInt
+    mesh_below_bytes_across_nodes: NonNegativeInt
     rdh_below_bytes: NonNegativeInt
     thresholds_at_ranks: PositiveInt
     # Part of a link's rate that a collective reaches.
