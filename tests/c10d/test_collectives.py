@@ -118,6 +118,9 @@ def all_reduce_every_dtype(rank: int, size: int, kind: str) -> None:
             tensor = values(rank, 4099, dtype).to(device)
             dist.all_reduce(tensor, dist._make_nccl_premul_sum(factor))
             check(tensor, reduced(size, 4099, dtype, "PREMUL_SUM", factors=factors), "premul", dtype)
+    for dtype in (torch.int32, torch.bool):  # 0.5 would become 0
+        with pytest.raises(TypeError, match="a factor needs a floating-point dtype"):
+            dist.all_reduce(torch.ones(3, dtype=dtype, device=device), dist._make_nccl_premul_sum(0.5))
     nan = torch.full((300,), float("nan") if rank == 1 else 1.0, device=device)
     dist.all_reduce(nan, ReduceOp.MAX)
     assert nan.isnan().all()
@@ -309,6 +312,34 @@ def coalesced(rank: int, size: int, kind: str) -> None:
     works.wait()
     check(first, values(0, 40_000, torch.float32), "broadcast, coalesced")
     check(second, values(1, 3, torch.float32), "broadcast, coalesced")
+
+    inputs = [values(rank, 5, dtype).to(device) for dtype in (torch.float32, torch.int64, torch.bool)]
+    outputs = [torch.zeros(5 * size, dtype=tensor.dtype, device=device) for tensor in inputs]
+    with dist._coalescing_manager():
+        for output, tensor in zip(outputs, inputs, strict=True):
+            dist.all_gather_into_tensor(output, tensor)
+    for output in outputs:
+        check(output, torch.cat([values(r, 5, output.dtype) for r in range(size)]), "coalesced, of several dtypes")
+
+    # Managers of two groups may be nested, and one that an exception has left is none for the next.
+    other = dist.new_group(list(range(size)))
+    first, second = values(rank, 10, torch.float32).to(device), values(rank, 20, torch.float32).to(device)
+    with dist._coalescing_manager(async_ops=True) as works:
+        dist.all_reduce(first)
+        with dist._coalescing_manager(group=other, async_ops=True) as inner:
+            dist.all_reduce(second, group=other)
+    inner.wait()
+    works.wait()
+    check(first, reduced(size, 10, torch.float32, "SUM"), "outer manager")
+    check(second, reduced(size, 20, torch.float32, "SUM"), "inner manager")
+    backend = dist.group.WORLD._get_backend(device)
+    backend._start_coalescing()
+    backend.allreduce([values(rank, 10, torch.float32).to(device)])
+    first = values(rank, 10, torch.float32).to(device)
+    with dist._coalescing_manager(async_ops=True) as works:
+        dist.all_reduce(first)
+    works.wait()
+    check(first, reduced(size, 10, torch.float32, "SUM"), "after a manager that an exception left")
 
 
 def functional(rank: int, size: int, kind: str) -> None:

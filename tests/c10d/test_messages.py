@@ -133,6 +133,25 @@ def exchanged(rank: int, size: int, kind: str) -> None:
             assert (received == 2 * step + other).all()
 
 
+def posted_ahead(rank: int, size: int, kind: str) -> None:
+    """Receives that match the same messages get them in the order of their calls, whatever comes meanwhile."""
+    device = device_of(kind, rank)
+    for count, rounds in ((300, 3), (16, 100)):  # more than the ring between two ranks holds, and fewer
+        for kept_waiting in (False, True):
+            for _ in range(rounds):
+                if rank == 0:
+                    works = [dist.isend(torch.full((10,), float(i), device=device), 1) for i in range(count)]
+                else:
+                    boxes = [torch.full((10,), -1.0, device=device) for _ in range(count)]
+                    # From any source and from this one: they compete for the same messages.
+                    works = [dist.irecv(box, None if i % 3 == 1 and count < 20 else 0) for i, box in enumerate(boxes)]
+                for work in reversed(works) if kept_waiting else works:
+                    work.wait()
+                if rank == 1:
+                    assert [int(box[0].item()) for box in boxes] == list(range(count))
+    dist.barrier()
+
+
 def objects(rank: int, size: int, kind: str) -> None:
     if rank == 0:
         dist.send_object_list([{"answer": 42}, "text"], dst=1)
@@ -154,6 +173,7 @@ def objects(rank: int, size: int, kind: str) -> None:
         (batched, 4),
         (polled, 2),
         (exchanged, 2),
+        (posted_ahead, 2),
         (objects, 2),
     ],
 )

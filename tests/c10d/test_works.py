@@ -70,6 +70,28 @@ def dropped(rank: int, size: int, kind: str) -> None:
     dist.barrier()
 
 
+def freed(rank: int, size: int, kind: str) -> None:
+    """Memory that a collective wrote, which nobody waited for, serves other tensors once it is done and freed."""
+    device = device_of(kind, rank)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1000, device=device), async_op=True)
+        tensor = torch.ones(1000, device=device)
+        dist.all_reduce(tensor, async_op=True)
+        dist.barrier()
+        del tensor
+        fresh = [torch.full((1000,), 2.0, device=device) for _ in range(8)]
+        assert all((tensor == 2).all() for tensor in fresh)
+    # What is not freed stays refused until somebody waits.
+    tensor = torch.ones(1000, device=device)
+    work = dist.all_reduce(tensor, async_op=True)
+    dist.barrier()
+    if kind == "neuron":
+        with pytest.raises(RuntimeError, match="still in flight"):
+            tensor.add_(1)
+    work.wait()
+    assert (tensor == size).all()
+
+
 def synchronized(rank: int, size: int, kind: str) -> None:
     """On neuron: the device's and a stream's synchronisation finish what is in flight."""
     device = device_of(kind, rank)
@@ -170,6 +192,7 @@ def metadata(rank: int, size: int, kind: str) -> None:
         (chained, 2),
         (futures, 2),
         (dropped, 2),
+        (freed, 2),
         (synchronized, 2),
         (subgroups, 4),
         (blocks, 4),

@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 
 namespace trn {
@@ -33,11 +34,16 @@ constexpr milliseconds kFlush{5000};
 
 // Calls between startCoalescing and endCoalescing of this thread.
 struct Coalescing {
-  const ProcessGroupNeuron* group = nullptr;
   std::vector<std::shared_ptr<Operation>> operations;
   std::vector<at::Tensor> outputs;
 };
-thread_local Coalescing coalescing;
+// By the group's communicator, which keeps its address from serving another group.
+thread_local std::map<std::shared_ptr<Communicator>, Coalescing> coalescing;
+
+Coalescing* open_coalescing(const std::shared_ptr<Communicator>& communicator) {
+  const auto found = coalescing.find(communicator);
+  return found != coalescing.end() ? &found->second : nullptr;
+}
 
 // How profiles name a call: the event until its Work is done, and the collective in "record_param_comms".
 struct CallNames {
@@ -168,6 +174,7 @@ ProcessGroupNeuron::~ProcessGroupNeuron() {
 }
 
 void ProcessGroupNeuron::shutdown() {
+  coalescing.erase(communicator_); // left open by an exception
   communicator_->depart();
   if (owns_fabric_) {
     std::lock_guard<std::mutex> guard(world().mutex);
@@ -191,12 +198,20 @@ void ProcessGroupNeuron::abort() {
   shutdown();
 }
 
+// c10d's name for a new group, and with it the store that it gives, can differ from rank to rank: it counts the groups that a
+// rank is in. What the members agree on is their ranks in this group, and how often these have been taken: c10d splits once for
+// each device type, and the program may do so again.
+c10::intrusive_ptr<c10d::Store> ProcessGroupNeuron::store_for(const char* purpose, const std::vector<int>& ranks) {
+  const std::string key = c10::str(purpose, "/", c10::Join(",", ranks));
+  std::lock_guard<std::mutex> guard(taken_mutex_);
+  return c10::make_intrusive<c10d::PrefixStore>(c10::str(key, "/", taken_[key]++), store_);
+}
+
 c10::intrusive_ptr<c10d::Backend> ProcessGroupNeuron::split(
-    const c10::intrusive_ptr<c10d::Store>& store,
+    const c10::intrusive_ptr<c10d::Store>& /*store*/,
     const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
   const auto self = std::find(ranks.begin(), ranks.end(), getRank());
-  const int count = splits_.fetch_add(1);
   if (self == ranks.end()) {
     return nullptr;
   }
@@ -205,13 +220,12 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupNeuron::split(
     TORCH_CHECK_VALUE(r >= 0 && r < getSize(), "neuron: split names rank ", r, " of a group of ", getSize());
     fabric_ranks.push_back(fabric_ranks_[r]);
   }
-  // The groups of several device types are split over one store.
-  auto prefixed = c10::make_intrusive<c10d::PrefixStore>(c10::str("neuron/", count), store);
+  auto prefixed = store_for("split", ranks);
   const int rank = static_cast<int>(self - ranks.begin());
   const milliseconds timeout = opts != nullptr ? opts->timeout : milliseconds(timeout_ms_.load());
   const std::string name = opts != nullptr && !opts->group_name.empty()
       ? opts->group_name
-      : c10::str(communicator_->name(), ":split:", count);
+      : c10::str(communicator_->name(), ":split:", c10::Join(",", ranks));
   auto communicator = Communicator::create(fabric_, fabric_ranks, rank, name, prefixed, timeout);
   return c10::make_intrusive<ProcessGroupNeuron>(
       std::move(prefixed), fabric_, std::move(communicator), std::move(fabric_ranks), false, timeout);
@@ -241,7 +255,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupNeuron::shrink(
   const milliseconds timeout = opts_override != nullptr ? opts_override->timeout : milliseconds(timeout_ms_.load());
   auto communicator = communicator_->shrink(ranks, communicator_->name() + ":shrunk", timeout);
   return c10::make_intrusive<ProcessGroupNeuron>(
-      store_, fabric_, std::move(communicator), std::move(fabric_ranks), false, timeout);
+      store_for("shrunk", ranks), fabric_, std::move(communicator), std::move(fabric_ranks), false, timeout);
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupNeuron::getBackendOptions() {
@@ -374,13 +388,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::wrap(
     bool async,
     MemoryUses uses,
     std::unique_ptr<at::RecordFunction> event) {
-  const bool now = !async && coalescing.group != this;
+  Coalescing* calls = open_coalescing(communicator_);
+  const bool now = !async && calls == nullptr;
   if (now) {
     operation->finish();
     operation->join();
-  } else if (coalescing.group == this) {
-    coalescing.operations.push_back(operation);
-    coalescing.outputs.insert(coalescing.outputs.end(), outputs.begin(), outputs.end());
+  } else if (calls != nullptr) {
+    calls->operations.push_back(operation);
+    calls->outputs.insert(calls->outputs.end(), outputs.begin(), outputs.end());
   }
   if (!operation->finished()) {
     operation->claim(std::move(uses));
@@ -404,15 +419,15 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::wrap(
 }
 
 void ProcessGroupNeuron::startCoalescing() {
-  TORCH_CHECK(
-      coalescing.group == nullptr, "neuron: startCoalescing inside of another startCoalescing of the same thread");
-  coalescing.group = this;
+  // One that is open already was left by an exception: what it has posted goes on, and nobody waits for it.
+  coalescing[communicator_] = Coalescing();
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::endCoalescing() {
-  TORCH_CHECK(coalescing.group == this, "neuron: endCoalescing without startCoalescing of the same group");
-  Coalescing calls = std::move(coalescing);
-  coalescing = Coalescing();
+  Coalescing* open = open_coalescing(communicator_);
+  TORCH_CHECK(open != nullptr, "neuron: endCoalescing without startCoalescing of the same group");
+  Coalescing calls = std::move(*open);
+  coalescing.erase(communicator_);
   std::optional<c10::Stream> future_stream;
   if (!calls.outputs.empty() && is_neuron(calls.outputs[0])) {
     future_stream = streams(calls.outputs[0].device().index()).futures;
@@ -547,7 +562,6 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::allgather_into_tensor_coalesc
     check_contiguous(inputs[i], "all_gather_into_tensor");
     check_contiguous(outputs[i], "all_gather_into_tensor");
     check_same_dtype(outputs[i], inputs[i], "all_gather_into_tensor");
-    check_same_dtype(inputs[i], inputs[0], "all_gather_into_tensor");
     TORCH_CHECK_VALUE(
         outputs[i].numel() == inputs[i].numel() * getSize(),
         "neuron: all_gather_into_tensor: output tensor size must be equal to world_size times input tensor size, got ",

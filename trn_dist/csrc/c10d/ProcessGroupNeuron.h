@@ -186,6 +186,8 @@ class ProcessGroupNeuron final : public c10d::Backend {
     c10::Stream futures; // see WorkNeuron
   };
   const DeviceStreams& streams(c10::DeviceIndex device);
+  // Where the ranks of this group that form a new one meet.
+  c10::intrusive_ptr<c10d::Store> store_for(const char* purpose, const std::vector<int>& ranks);
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<Fabric> fabric_;
@@ -194,7 +196,8 @@ class ProcessGroupNeuron final : public c10d::Backend {
   int first_rank_; // the lowest of them
   bool owns_fabric_;
   std::atomic<int64_t> timeout_ms_;
-  std::atomic<int> splits_{0};
+  std::mutex taken_mutex_;
+  std::map<std::string, int> taken_; // see store_for
   std::mutex streams_mutex_;
   std::map<c10::DeviceIndex, DeviceStreams> streams_;
 };

@@ -1,6 +1,7 @@
 #include "device/Allocator.h"
 
 #include "device/Device.h"
+#include "device/Inspection.h"
 #include "device/Ledger.h"
 #include "device/Sanitizer.h"
 #include "device/Stream.h"
@@ -37,6 +38,9 @@ void delete_block(void* address) {
   }
   Arena& arena = Arena::get();
   Arena::Block* block = arena.block_at(address);
+  if (inspecting()) {
+    forget_flights(address, block->size);
+  }
   if (block->ledger_entry != nullptr) {
     Ledger& ledger = Ledger::of(block->device);
     auto* entry = static_cast<Ledger::Block*>(block->ledger_entry);

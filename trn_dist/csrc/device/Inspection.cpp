@@ -128,6 +128,20 @@ void end_flight(const PendingWork* work) noexcept {
   inspections.fetch_sub(static_cast<int>(ended), std::memory_order_relaxed);
 }
 
+void forget_flights(const void* address, size_t nbytes) noexcept {
+  const auto* begin = static_cast<const std::byte*>(address);
+  const MemoryUse freed{begin, begin + nbytes, true};
+  std::lock_guard<std::mutex> guard(inspectors().mutex);
+  for (Flight& flight : inspectors().flights) {
+    flight.outputs.erase(
+        std::remove_if(
+            flight.outputs.begin(),
+            flight.outputs.end(),
+            [&](const MemoryUse& output) { return output.overlaps(freed); }),
+        flight.outputs.end());
+  }
+}
+
 void set_operator_observer(OperatorObserver observer) {
   std::lock_guard<std::mutex> guard(inspectors().mutex);
   const bool had = inspectors().observer != nullptr;

@@ -53,6 +53,8 @@ MemoryUse use_of(const at::Tensor& tensor, bool written);
 // From now on until end_flight, those of the bytes that `work` writes are in flight.
 void begin_flight(const std::shared_ptr<const PendingWork>& work, MemoryUses uses);
 void end_flight(const PendingWork* work) noexcept;
+// The memory was freed, so no work writes it any more: what nobody waited for has been done, and held its tensors until then.
+void forget_flights(const void* address, size_t nbytes) noexcept;
 
 // Sees every operator: its name and, as CPU tensors over the same bytes, its tensors. nullptr: nobody. It is not called for
 // the operators that it runs itself.

@@ -383,22 +383,34 @@ void PointToPoint::progress() {
   for (size_t i = active_.size(); i-- > 0;) { // backwards: collect() may take out the entry it was called for
     collect(*active_[i]);
   }
-  // In the order of the calls, so that two receives that match the same messages get them in that order.
+  // Receives of the same messages get them in the order of their calls. A message may come, or its sender end moving it,
+  // while this goes through the receives: what an earlier one has looked for in vain is not for a later one.
+  std::vector<std::pair<int, int>> awaited;
   for (auto it = receives_.begin(); it != receives_.end();) {
-    if ((*it)->done() || match(**it)) {
+    const std::pair<int, int> wanted{(*it)->from_, (*it)->tag_};
+    if ((*it)->done() || match(**it, awaited)) {
       it = receives_.erase(it);
     } else {
+      if (std::find(awaited.begin(), awaited.end(), wanted) == awaited.end()) {
+        awaited.push_back(wanted);
+      }
       ++it;
     }
   }
 }
 
-bool PointToPoint::match(ReceiveOperation& receive) {
+bool PointToPoint::match(ReceiveOperation& receive, const std::vector<std::pair<int, int>>& awaited) {
+  const auto is_awaited = [&](int from) {
+    return std::find(awaited.begin(), awaited.end(), std::pair<int, int>{from, receive.tag_}) != awaited.end();
+  };
+  if (is_awaited(-1)) { // from any source
+    return false;
+  }
   if (receive.from_ >= 0) {
-    return take(receive, receive.from_);
+    return !is_awaited(receive.from_) && take(receive, receive.from_);
   }
   for (int from = 0; from < communicator_.size(); ++from) {
-    if (take(receive, from)) {
+    if (!is_awaited(from) && take(receive, from)) {
       return true;
     }
   }

@@ -122,7 +122,8 @@ class PointToPoint {
   void stage(Outbox::Entry& entry);
   uint64_t trace_sequence(uint64_t serial, int from, int to) const;
   Picoseconds transfer_ps(uint64_t nbytes) const;
-  bool match(ReceiveOperation& receive);
+  // `awaited`: source (or -1) and tag of the earlier receives that are still open.
+  bool match(ReceiveOperation& receive, const std::vector<std::pair<int, int>>& awaited);
   bool take(ReceiveOperation& receive, int from);
   bool copy_private(const ReceiveOperation& receive, int from, uint64_t address) const;
 

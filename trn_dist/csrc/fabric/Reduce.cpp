@@ -239,8 +239,11 @@ const char* why_unsupported(c10::ScalarType dtype, Reduction reduction) {
   if (baseline::kernels(dtype, Reduction::Sum).combine == nullptr) {
     return "there is no arithmetic for this dtype";
   }
-  if (dtype == c10::ScalarType::Bool && (reduction == Reduction::Avg || reduction == Reduction::PremulSum)) {
-    return "a bool has no average and no factor";
+  if (dtype == c10::ScalarType::Bool && reduction == Reduction::Avg) {
+    return "a bool has no average";
+  }
+  if (c10::isIntegralType(dtype, /*includeBool=*/true) && reduction == Reduction::PremulSum) {
+    return "a factor needs a floating-point dtype";
   }
   if (bitwise && !c10::isIntegralType(dtype, /*includeBool=*/true)) {
     return "bitwise reductions need an integer or bool dtype";
