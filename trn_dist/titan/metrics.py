@@ -67,8 +67,11 @@ def build_rank_metrics_processor(
             grad_norm: float,
             extra_metrics: dict[str, Any] | None = None,
         ) -> None:
-            # TorchTitan's trainer puts -1 in place of the loss on pipeline ranks that do not hold the last stage.
-            elsewhere = parallel_dims.pp_enabled and global_avg_loss == -1.0
+            # TorchTitan's trainer adds up -1 an accumulation step on pipeline ranks that do not hold the last stage.
+            training = job_config.training
+            batch = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
+            accumulation_steps = max(training.global_batch_size // batch, 1)
+            elsewhere = parallel_dims.pp_enabled and global_avg_loss == -accumulation_steps
             memory = device_module.memory_stats()
             times = timing.mark_step()
             line = {
