@@ -62,6 +62,12 @@ def test_ranks_are_joined_by_the_slowest() -> None:
     assert json.loads(step.as_json())["predicted"]["parts_s"]["waiting.mesh_tp"] == pytest.approx(2e-4)
 
 
+def test_in_timing_mode_a_line_is_of_the_first_rank_of_a_stage() -> None:
+    step = merge_step([line(0), line(4, host_bound_ps=500_000_000)], tokens_per_step=2048, ranks_each=4)
+    assert step.predicted is not None
+    assert (step.predicted.rank, step.hbm_peak_rank) == (4, 4)
+
+
 def test_lines_without_a_prediction_are_joined_without_one() -> None:
     lines = [{key: value for key, value in line(rank).items() if key != "predicted"} for rank in range(2)]
     step = merge_step(lines, tokens_per_step=2048)

@@ -64,7 +64,7 @@ def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str)
 @click.option(
     "--timing-only",
     is_flag=True,
-    help="Compute no numbers: one process stands for all ranks and predicts memory and time of a step.",
+    help="Compute no numbers: one process stands for all ranks of a pipeline stage and predicts memory and time.",
 )
 @fault_option(help="Have something go wrong, as in `trn run`; in a recipe: faults = [...] in [neuron].")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and all else on stderr.")

@@ -44,11 +44,12 @@ class Program:
     args: tuple[str, ...] = ()
     is_module: bool = False
 
-    def as_lone_rank(self, world_size: int, nodes: int | None = None) -> Program:
-        """The program that runs this one in timing mode, as rank 0 of a world that has no other process."""
+    def as_lone_rank(self, world_size: int, nodes: int | None = None, stages: int = 1) -> Program:
+        """The program that runs this one in timing mode: a world with a process for each of ``stages`` alone."""
         spread = () if nodes is None else ("--nodes", str(nodes))
+        staged = () if stages == 1 else ("--stages", str(stages))
         module = ("-m",) if self.is_module else ()
-        args = (*spread, str(world_size), *module, self.target, *self.args)
+        args = (*spread, *staged, str(world_size), *module, self.target, *self.args)
         return Program("trn_dist.timing.lone_rank", args, is_module=True)
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ What a program gets:
   tensors by NCCL and no CPU tensors.
 - ``init_process_group("neuron:neuron,cpu:gloo")`` leaves CPU tensors to Gloo.
 - Programs that name another backend are left alone, and Gloo stays the default for ``cpu``.
-- In timing mode (``TRN_TIMING_ONLY=1``) one process stands for all ranks of the job, and meets nobody.
+- In timing mode (``TRN_TIMING_ONLY=1``) one process stands for all ranks of the job, or of a pipeline stage.
 - Sums that do not depend on the number of ranks, on demand: :mod:`trn_dist.neuron.exact_sums`.
 """
 
@@ -27,7 +27,7 @@ from trn_dist.neuron.exact_sums import accumulate_exactly as accumulate_exactly
 from trn_dist.neuron.exact_sums import exact_sums as exact_sums
 from trn_dist.neuron.exact_sums import set_exact_sums as set_exact_sums
 from trn_dist.neuron.exact_sums import set_from_environment
-from trn_dist.timing.virtual_world import timing_only
+from trn_dist.timing.virtual_world import live_ranks, timing_only
 
 if TYPE_CHECKING:
     from trn_dist import _C
@@ -43,9 +43,9 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroupNeuron | _C.Pr
         raise TypeError(
             f"the neuron process group takes pg_options of type ProcessGroupNeuron.Options, got {type(backend_options)}"
         )
-    if timing_only():
-        return _C._create_lone_group(options)
     _C._set_thread_counter(_count_threads)
+    if timing_only():
+        return _C._create_lone_group(options, live_ranks())
     _C._set_failure_listener(flight_record.dump_on_failure)
     flight_record.note_group()
     group = _C._create_process_group(options)
@@ -101,7 +101,7 @@ def register_backend() -> None:
     _serve_shrinking(c10d)
     _serve_debug_level(c10d)
     if timing_only():
-        _meet_nobody(c10d)
+        _meet_stages_alone(c10d)
     set_from_environment()
 
 
@@ -125,8 +125,8 @@ def _serve_unnamed_backend(c10d: Any) -> None:
     c10d._new_process_group_helper = new_process_group_helper
 
 
-def _meet_nobody(c10d: Any) -> None:
-    """Timing mode: a job's rendezvous finds nobody to wait for, and groups of other backends are refused."""
+def _meet_stages_alone(c10d: Any) -> None:
+    """Timing mode: a rendezvous waits for other pipeline stages alone, and groups of other backends are refused."""
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     environment = handlers["env"]
 
@@ -135,7 +135,13 @@ def _meet_nobody(c10d: Any) -> None:
         if rank is None or world_size is None:
             yield from environment(url, timeout, **kwargs)  # which says what is missing
             return
-        yield torch.distributed.HashStore(), int(rank), int(world_size)
+        live = live_ranks()
+        if live:
+            processes = f"env://?rank={live.index(int(rank))}&world_size={len(live)}"
+            store = next(environment(processes, timeout))[0]
+        else:
+            store = torch.distributed.HashStore()
+        yield store, int(rank), int(world_size)
         raise RuntimeError("a group cannot meet a second time in timing mode")
 
     handlers["env"] = alone
@@ -168,7 +174,7 @@ def _serve_timeouts(c10d: Any) -> None:
         others = False
         for device in [] if c10d._rank_not_in_group(group) else group._device_types:
             backend = group._get_backend(device)
-            if isinstance(backend, _C.ProcessGroupNeuron):
+            if isinstance(backend, (_C.ProcessGroupNeuron, _C.ProcessGroupLone)):
                 backend._set_default_timeout(timeout)
                 served.add(device.type)
             else:

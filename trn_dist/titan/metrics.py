@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 METRICS_FOLDER = "metrics"
 METRICS_FILE = "metrics.jsonl"
-# In timing mode: how the last step is spent, for people.
+# In timing mode: how the last step of the slowest rank is spent, for people.
 LAST_STEP_TABLE = "last_step.txt"
 # Beside TorchTitan's own figures in TensorBoard and W&B: virtual time of the rank that writes them.
 _PREDICTED_IN_TENSORBOARD = ("step_time_s", "tokens_per_s_per_core", "mfu_percent", "hfu_percent")
@@ -28,6 +28,11 @@ _PREDICTED_IN_TENSORBOARD = ("step_time_s", "tokens_per_s_per_core", "mfu_percen
 
 def rank_metrics_file(dump_folder: Path, rank: int) -> Path:
     return dump_folder / METRICS_FOLDER / f"rank-{rank:05d}.jsonl"
+
+
+def rank_step_table(dump_folder: Path, rank: int) -> Path:
+    """In timing mode: how a rank's last step is spent."""
+    return dump_folder / METRICS_FOLDER / f"rank-{rank:05d}.txt"
 
 
 def build_rank_metrics_processor(
@@ -95,15 +100,14 @@ def build_rank_metrics_processor(
                 timing.flush_trace()
             except RuntimeError as error:  # the disk is full
                 raise SystemExit(str(error)) from None
-            if timing_only():
-                (Path(job_config.job.dump_folder) / LAST_STEP_TABLE).write_text(
-                    times.table(20) + "\n", encoding="utf-8"
-                )
             try:
                 if self.lines is None:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
                     keep_steps_before(self.path, step)
                     self.lines = self.path.open("a", encoding="utf-8")
+                if timing_only():
+                    table = rank_step_table(Path(job_config.job.dump_folder), self.rank)
+                    table.write_text(times.table(20) + "\n", encoding="utf-8")
                 # One write a line, so that a reader never sees half of one and a killed rank leaves whole lines.
                 self.lines.write(json.dumps(line) + "\n")
                 self.lines.flush()
@@ -245,8 +249,8 @@ class InconsistentRanks(RuntimeError):
     """Two ranks report different values of a quantity that is the same on all ranks."""
 
 
-def merge_step(lines: list[dict[str, Any]], tokens_per_step: int) -> Step:
-    """Joins the lines that the ranks (in order) wrote for one step.
+def merge_step(lines: list[dict[str, Any]], tokens_per_step: int, ranks_each: int = 1) -> Step:
+    """Joins the lines that the ranks (in order) wrote for one step, each for ``ranks_each`` from itself on.
 
     Raises:
         InconsistentRanks: ranks disagree on the loss or the gradient norm, or none of them has the loss.
@@ -258,7 +262,7 @@ def merge_step(lines: list[dict[str, Any]], tokens_per_step: int) -> Step:
             # NaN is not equal to itself; all ranks having it is agreement.
             if line[key] is not None and repr(values.setdefault(key, line[key])) != repr(line[key]):
                 raise InconsistentRanks(
-                    f"step {step}: {key} is {line[key]!r} on rank {rank}, {values[key]!r} before it"
+                    f"step {step}: {key} is {line[key]!r} on rank {rank * ranks_each}, {values[key]!r} before it"
                 )
         if key not in values:
             raise InconsistentRanks(f"step {step}: no rank reports {key}")
@@ -273,18 +277,18 @@ def merge_step(lines: list[dict[str, Any]], tokens_per_step: int) -> Step:
         tokens_per_s=tokens_per_step / step_time_s,
         hbm_reserved_peak_bytes=lines[fullest]["hbm_reserved_peak_bytes"],
         hbm_active_peak_bytes=lines[fullest]["hbm_active_peak_bytes"],
-        hbm_peak_rank=fullest,
-        predicted=merge_prediction(lines, tokens_per_step) if lines[0].get("predicted") else None,
+        hbm_peak_rank=fullest * ranks_each,
+        predicted=merge_prediction(lines, tokens_per_step, ranks_each) if lines[0].get("predicted") else None,
     )
 
 
-def merge_prediction(lines: list[dict[str, Any]], tokens_per_step: int) -> Prediction:
-    """Joins the ranks' ``predicted`` of one step."""
+def merge_prediction(lines: list[dict[str, Any]], tokens_per_step: int, ranks_each: int = 1) -> Prediction:
+    """Joins the ranks' ``predicted`` of one step; the rest as for :func:`merge_step`."""
     predictions = [line["predicted"] for line in lines]
     slowest = max(range(len(lines)), key=lambda rank: predictions[rank]["step_time_s"])
     of_slowest = predictions[slowest]
     step_time_s = of_slowest["step_time_s"]
-    # In timing mode one rank stands for all.
+    # In timing mode a rank stands for many.
     chips = max(len(lines), of_slowest.get("ranks", 1)) / of_slowest["cores_per_chip"]
     return Prediction(
         cluster=of_slowest["cluster"],
@@ -293,17 +297,21 @@ def merge_prediction(lines: list[dict[str, Any]], tokens_per_step: int) -> Predi
         mfu_percent=of_slowest["mfu_percent"],
         hfu_percent=of_slowest["hfu_percent"],
         parts_s={name: time / of_slowest["steps"] / 1e12 for name, time in of_slowest["parts_ps"].items()},
-        rank=slowest,
+        rank=slowest * ranks_each,
         irreproducible=next((reason for p in predictions if (reason := p["irreproducible"])), ""),
     )
 
 
 class StepMerger:
-    """Follows the ranks' files while they grow and yields each step once all ranks have written it."""
+    """Follows the ranks' files while they grow and yields each step once all ranks have written it.
 
-    def __init__(self, dump_folder: Path, ranks: int, tokens_per_step: int) -> None:
-        self.files = [rank_metrics_file(dump_folder, rank) for rank in range(ranks)]
+    In timing mode the ``ranks`` that have a process write for ``ranks_each`` each.
+    """
+
+    def __init__(self, dump_folder: Path, ranks: int, tokens_per_step: int, ranks_each: int = 1) -> None:
+        self.files = [rank_metrics_file(dump_folder, rank * ranks_each) for rank in range(ranks)]
         self.tokens_per_step = tokens_per_step
+        self.ranks_each = ranks_each
         self._offsets = [0] * ranks
         self._waiting: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
 
@@ -318,7 +326,7 @@ class StepMerger:
                 raise InconsistentRanks(
                     f"the ranks' files do not hold the same steps: {steps[0]} and {steps[-1]} side by side"
                 )
-            yield merge_step(lines, self.tokens_per_step)
+            yield merge_step(lines, self.tokens_per_step, self.ranks_each)
 
     def _new_lines(self, rank: int, file: Path) -> list[dict[str, Any]]:
         try:

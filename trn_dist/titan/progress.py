@@ -72,14 +72,18 @@ class RunProgress:
         last_step: int,
         bar: bool | None = None,
         stream: TextIO | None = None,
+        ranks_each: int = 1,
     ) -> None:
-        """``bar``: show a bar; None decides by whether ``stream``, by default stdout, is a terminal."""
+        """``bar``: show a bar; None decides by whether ``stream``, by default stdout, is a terminal.
+
+        ``ranks_each``: for how many each of the ``ranks`` stands (timing mode).
+        """
         self.first: Step | None = None
         self.last: Step | None = None
         self.error: InconsistentRanks | None = None
         self.unwritten: OSError | None = None  # why metrics.jsonl does not hold all steps
         self._file = run_dir / METRICS_FILE
-        self._merger = StepMerger(run_dir, ranks, tokens_per_step)
+        self._merger = StepMerger(run_dir, ranks, tokens_per_step, ranks_each)
         self._ranks = ranks
         self._last_step = last_step
         self._console = Console(file=stream, highlight=False, soft_wrap=True)

@@ -39,7 +39,14 @@ from trn_dist.faults import Fault, parse_fault
 from trn_dist.timing.program import RECORD_VARIABLE
 from trn_dist.timing.trace import JOINED_TRACE, TRACE_VARIABLE, join_traces
 from trn_dist.timing.virtual_world import TIMING_ONLY_VARIABLE
-from trn_dist.titan.metrics import LAST_STEP_TABLE, METRICS_FILE, METRICS_FOLDER, Step, recover_steps
+from trn_dist.titan.metrics import (
+    LAST_STEP_TABLE,
+    METRICS_FILE,
+    METRICS_FOLDER,
+    Step,
+    rank_step_table,
+    recover_steps,
+)
 from trn_dist.titan.progress import RunProgress, show_bytes, show_duration, show_parts, show_prediction
 from trn_dist.titan.recipe import Recipe, RecipeError, resolve, to_toml
 
@@ -81,7 +88,8 @@ def run(
         trace: write a trace of virtual time to ``trace/trace.json``, for Perfetto.
         faults: what goes wrong on purpose, beside what the recipe asks for.
         record: write what the ranks launch to ``program/``, for ``trn replay``.
-        timing_only: compute no numbers; one process stands for all ranks, see :mod:`trn_dist.timing.virtual_world`.
+        timing_only: compute no numbers; one process stands for all ranks of a pipeline stage, see
+            :mod:`trn_dist.timing.virtual_world`.
         as_json: print what ``run.json`` holds, the run folder and the last step as one object, and all else on stderr.
 
     Returns:
@@ -112,20 +120,30 @@ def run(
     program = Program("torchtitan.train", ("--job.config_file", str(folder / "recipe.toml")), is_module=True)
     processes = resolved.ranks
     if timing_only:
-        program = program.as_lone_rank(resolved.ranks, nodes)
-        processes = nodes = 1
+        processes = resolved.layout.pp
+        program = program.as_lone_rank(resolved.ranks, nodes, processes)
+        nodes = 1
+    ranks_each = resolved.ranks // processes
     plan = LaunchPlan(
         program=program,
         world_size=processes,
         nodes=nodes,
         faults=faults,
         preload=_PRELOAD,
-        shown_local_ranks=frozenset() if show_rank is None else frozenset({show_rank}),
+        shown_local_ranks=frozenset() if show_rank is None else frozenset({show_rank // ranks_each}),
         log_dir=folder / "logs",
     )
     settings = resolved.config.neuron
     bar = None if settings.progress == "auto" else settings.progress == "bar"
-    progress = RunProgress(folder, processes, resolved.tokens_per_step, resolved.config.training.steps, bar, shown)
+    progress = RunProgress(
+        folder,
+        processes,
+        resolved.tokens_per_step,
+        resolved.config.training.steps,
+        bar,
+        shown,
+        ranks_each,
+    )
     for fault in faults:
         print(f"fault: {fault.text}", file=shown, flush=True)
     progress.start()
@@ -156,6 +174,8 @@ def run(
             if trace:
                 with contextlib.suppress(FileNotFoundError):  # no rank came as far as an operator
                     join_traces(folder / TRACE_FOLDER)
+            if timing_only and progress.last is not None and progress.last.predicted is not None:
+                shutil.copy(rank_step_table(folder, progress.last.predicted.rank), folder / LAST_STEP_TABLE)
             _conclude(facts, folder, progress, exit_code, seconds)
             if exit_code and shutil.disk_usage(folder).free < _FULL_BYTES:  # whatever else was said about it
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -173,11 +193,6 @@ def _check_timing_only(recipe: Recipe, faults: tuple[Fault, ...]) -> None:
     """Raises RecipeError for what has no meaning without numbers, or with one rank in the place of all."""
     config = recipe.config
     problems = []
-    if recipe.layout.pp > 1:
-        problems.append(
-            f"parallelism.pipeline_parallel_degree = {recipe.layout.pp}: with --timing-only one process stands for all "
-            "ranks, and a pipeline's stages do different things; must be 1"
-        )
     if recipe.layout.ep > 1:
         problems.append(
             f"parallelism.expert_parallel_degree = {recipe.layout.ep}: with --timing-only no token is routed, and how "
@@ -186,7 +201,9 @@ def _check_timing_only(recipe: Recipe, faults: tuple[Fault, ...]) -> None:
     if config.checkpoint.enable or config.checkpoint.create_seed_checkpoint:
         problems.append("checkpoint.enable = true: with --timing-only there are no numbers to save; must be false")
     if faults or config.neuron.faults:
-        problems.append("neuron.faults, --fault: with --timing-only there is one process, and no other to go wrong")
+        problems.append(
+            "neuron.faults, --fault: with --timing-only all ranks of a stage are one process; none goes wrong"
+        )
     if problems:
         raise RecipeError(problems)
 

@@ -1,13 +1,18 @@
 #include "c10d/ProcessGroupLone.h"
 
+#include "c10d/Arguments.h"
+#include "c10d/WorkNeuron.h"
 #include "device/Device.h"
 #include "device/Stream.h"
 #include "device/TimingOnly.h"
+#include "fabric/Exchange.h"
+#include "fabric/Host.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 namespace trn {
@@ -148,9 +153,103 @@ bool has_numbers(const at::Tensor& tensor) {
   return !tensor.is_privateuseone() || known(tensor);
 }
 
-// `to` gets what `from` has, without a time of its own.
-void hand_over(const at::Tensor& to, const at::Tensor& from) {
-  if (!has_numbers(from)) {
+const at::Tensor* neuron_tensor(const Tensors& inputs, const Tensors& outputs) {
+  const at::Tensor* found = nullptr;
+  for (const Tensors* tensors : {&inputs, &outputs}) {
+    for (const at::Tensor& tensor : *tensors) {
+      found = tensor.is_privateuseone() ? &tensor : found;
+    }
+  }
+  return found;
+}
+
+// Of the processes of the job, from the creation of the default group on. Never destroyed, as in ProcessGroupNeuron.
+std::shared_ptr<Fabric>& world_fabric() {
+  static auto* fabric = new std::shared_ptr<Fabric>();
+  return *fabric;
+}
+
+} // namespace
+
+c10::intrusive_ptr<ProcessGroupLone> ProcessGroupLone::create(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    std::chrono::milliseconds timeout,
+    const std::string& name,
+    const std::vector<int64_t>& global_ranks,
+    const std::vector<int>& live) {
+  std::vector<int> ranks(global_ranks.begin(), global_ranks.end());
+  const bool is_default = ranks.empty();
+  if (is_default) {
+    ranks.resize(static_cast<size_t>(size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+  }
+  std::vector<int> places; // in the fabric
+  std::vector<int> members; // of the group
+  int own = -1; // among them
+  for (size_t place = 0; place < live.size(); ++place) {
+    const auto at = std::find(ranks.begin(), ranks.end(), live[place]);
+    if (at != ranks.end()) {
+      own = at - ranks.begin() == rank ? static_cast<int>(places.size()) : own;
+      places.push_back(static_cast<int>(place));
+      members.push_back(static_cast<int>(at - ranks.begin()));
+    }
+  }
+  std::shared_ptr<Communicator> meeting;
+  if (places.size() > 1) {
+    TORCH_CHECK_VALUE(own >= 0, "neuron: rank ", rank, " of group ", name, " is not one that has a process");
+    if (is_default) {
+      world_fabric() = Fabric::rendezvous(store, own, static_cast<int>(live.size()), timeout);
+      world_fabric()->name_ranks(live);
+    }
+    meeting = Communicator::create(world_fabric(), places, own, name, store, timeout, nullptr, {ranks, members});
+  }
+  return c10::make_intrusive<ProcessGroupLone>(
+      rank, name, std::move(ranks), std::move(meeting), std::move(members), timeout);
+}
+
+ProcessGroupLone::ProcessGroupLone(
+    int rank,
+    std::string name,
+    std::vector<int> ranks,
+    std::shared_ptr<Communicator> meeting,
+    std::vector<int> live,
+    std::chrono::milliseconds timeout)
+    : Backend(rank, static_cast<int>(ranks.size())),
+      name_(std::move(name)),
+      ranks_(std::move(ranks)),
+      meeting_(std::move(meeting)),
+      live_(std::move(live)),
+      timeout_(timeout) {
+  init();
+}
+
+ProcessGroupLone::~ProcessGroupLone() {
+  shutdown();
+}
+
+void ProcessGroupLone::shutdown() {
+  if (meeting_ != nullptr) {
+    meeting_->depart();
+  }
+}
+
+void ProcessGroupLone::abort() {
+  if (meeting_ != nullptr) {
+    meeting_->fail(c10::str("neuron: group ", name_, " was aborted by ", meeting_->rank_label(meeting_->rank())));
+  }
+  shutdown();
+}
+
+GroupName ProcessGroupLone::group_name() const {
+  const std::string& description = getGroupDesc();
+  const bool undescribed = description.empty() || description == "undefined";
+  return {name_id(undescribed ? name_ : description), *std::min_element(ranks_.begin(), ranks_.end())};
+}
+
+void ProcessGroupLone::hand_over(const at::Tensor& to, const at::Tensor& from) const {
+  if (meeting_ != nullptr || !has_numbers(from)) {
     if (to.is_privateuseone()) {
       set_known(to, false);
     }
@@ -161,30 +260,23 @@ void hand_over(const at::Tensor& to, const at::Tensor& from) {
   target.copy_(from.reshape(to.sizes()));
 }
 
-} // namespace
-
-ProcessGroupLone::ProcessGroupLone(int rank, int size, std::string name, std::vector<int> ranks)
-    : Backend(rank, size), name_(std::move(name)), ranks_(std::move(ranks)) {
-  init();
-}
-
-c10::Stream ProcessGroupLone::stream_of(c10::DeviceIndex device) {
+const ProcessGroupLone::DeviceStreams& ProcessGroupLone::streams(c10::DeviceIndex device) {
+  std::lock_guard<std::mutex> guard(mutex_);
   auto it = streams_.find(device);
   if (it == streams_.end()) {
-    it = streams_.emplace(device, new_stream(device)).first;
+    it = streams_.emplace(device, DeviceStreams{new_stream(device), new_stream(device)}).first;
   }
   return it->second;
 }
 
 c10::intrusive_ptr<c10d::Work>
-ProcessGroupLone::launch(const char* operation, OpType type, const Tensors& inputs, Tensors outputs) {
-  LoneWork::Call call;
-  const at::Tensor* of_device = nullptr;
-  for (const Tensors* tensors : {&inputs, const_cast<const Tensors*>(&outputs)}) {
-    for (const at::Tensor& tensor : *tensors) {
-      of_device = tensor.is_privateuseone() ? &tensor : of_device;
-    }
+ProcessGroupLone::launch(Collective collective, OpType type, const Tensors& inputs, Tensors outputs, int root) {
+  if (meeting_ != nullptr) {
+    return meet(collective, type, inputs, std::move(outputs), root);
   }
+  const char* operation = collective_name(collective);
+  LoneWork::Call call;
+  const at::Tensor* of_device = neuron_tensor(inputs, outputs);
   SharedCostTable* costs = nullptr;
   {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -201,14 +293,12 @@ ProcessGroupLone::launch(const char* operation, OpType type, const Tensors& inpu
   const c10::DeviceIndex device = of_device != nullptr ? of_device->device().index() : current_device();
   const EnqueuedTransfer enqueued = trn::enqueue(current_stream(device));
   call.transfer = enqueued.transfer;
-  const std::string& description = getGroupDesc();
-  const std::string shown = description.empty() || description == "undefined" ? name_ : description;
-  call.group = {name_id(shown), *std::min_element(ranks_.begin(), ranks_.end())};
+  call.group = group_name();
+  if (of_device != nullptr) {
+    call.stream = streams(device).collectives;
+  }
   {
     std::lock_guard<std::mutex> guard(mutex_);
-    if (of_device != nullptr) {
-      call.stream = stream_of(device);
-    }
     call.sequence = sequence_++;
     const Picoseconds start = std::max(enqueued.ready, busy_until_);
     busy_until_ = start + costs->time_ps(call.bytes);
@@ -220,7 +310,7 @@ ProcessGroupLone::launch(const char* operation, OpType type, const Tensors& inpu
     transfer.for_host = !call.stream.has_value();
     transfer.operation = operation;
     transfer.group = name_;
-    transfer.description = shown;
+    transfer.description = name_of(call.group.name);
     transfer.ranks = ranks_;
     transfer.sequence = call.sequence;
     transfer.bytes = call.bytes;
@@ -237,14 +327,109 @@ ProcessGroupLone::launch(const char* operation, OpType type, const Tensors& inpu
   return work;
 }
 
-void ProcessGroupLone::refuse(const char* operation) const {
+c10::intrusive_ptr<c10d::Work>
+ProcessGroupLone::meet(Collective operation, OpType type, const Tensors& inputs, Tensors outputs, int root) {
+  CollectiveCall call;
+  call.operation = operation;
+  call.timeout = timeout_.load();
+  const Tensors& described = inputs.empty() ? outputs : inputs;
+  if (!described.empty()) {
+    describe_by(call, described[0]);
+  }
+  const int64_t bytes = std::max(bytes_of(inputs), bytes_of(outputs));
+  const at::Tensor* of_device = neuron_tensor(inputs, outputs);
+  const auto root_place = std::find(live_.begin(), live_.end(), root);
+  // By what all members see alike, and not by whether this one knows the numbers.
+  const bool may_be_known = of_device == nullptr || bytes <= static_cast<int64_t>(kKnownBytes);
+  if (root_place != live_.end() && may_be_known) {
+    call.root = static_cast<int>(root_place - live_.begin());
+    call.has_numbers = has_numbers(outputs.at(0));
+    (root == getRank() ? call.inputs : call.outputs).push_back(logical_region(outputs[0]));
+    keep(call, outputs[0]);
+  } else {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        of_device != nullptr || outputs.empty(),
+        "neuron: timing mode (TRN_TIMING_ONLY) has a process for each pipeline stage, and what ",
+        collective_name(operation),
+        " of CPU tensors in group ",
+        name_,
+        " gives depends on ranks that have none; broadcast alone is possible there, from the first rank of a stage");
+    for (const at::Tensor& output : outputs) {
+      set_known(output, false);
+    }
+    call.virtual_nbytes = static_cast<uint64_t>(bytes);
+  }
+  meeting_->prepare_costs(operation);
+  call.enqueued = enqueue(of_device);
+  return wrap(meeting_->post(std::move(call)), type, std::move(outputs));
+}
+
+Enqueued ProcessGroupLone::enqueue(const at::Tensor* of_device) {
+  Enqueued enqueued;
+  if (host_hooks.call_site != nullptr) {
+    enqueued.call_site = host_hooks.call_site();
+  }
+  enqueued.launch_site = launch_site();
+  enqueued.group = group_name();
+  const c10::DeviceIndex device = of_device != nullptr ? of_device->device().index() : current_device();
+  if (of_device != nullptr) {
+    enqueued.stream = streams(device).collectives;
+  }
+  const EnqueuedTransfer transfer = trn::enqueue(current_stream(device));
+  enqueued.ready_ps = transfer.ready;
+  enqueued.transfer = transfer.transfer;
+  return enqueued;
+}
+
+c10::intrusive_ptr<c10d::Work>
+ProcessGroupLone::wrap(std::shared_ptr<Operation> operation, OpType type, Tensors outputs) {
+  std::optional<c10::Stream> future_stream;
+  if (!outputs.empty() && is_neuron(outputs[0])) {
+    const DeviceStreams& device = streams(outputs[0].device().index());
+    future_stream = device.futures;
+    add_pending_or_join(device.collectives, operation, operation->done());
+  }
+  auto work = c10::make_intrusive<WorkNeuron>(
+      getRank(),
+      type,
+      std::vector<std::shared_ptr<Operation>>{std::move(operation)},
+      std::move(outputs),
+      future_stream);
+  if (coalescing_) {
+    coalesced_.push_back(work);
+  }
+  return work;
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupLone::start_message(OpType type, Tensors& tensors, int peer, int tag) {
+  const bool sends = type == OpType::SEND;
+  const char* name = sends ? "send" : "recv";
+  check_one(tensors, name);
+  check_tensor(tensors[0], name);
+  const auto place = std::find(live_.begin(), live_.end(), peer);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false,
-      "neuron: timing mode (TRN_TIMING_ONLY) has one process that stands for all ranks of group ",
+      meeting_ != nullptr && place != live_.end(),
+      "neuron: timing mode (TRN_TIMING_ONLY): ",
+      name,
+      " of rank ",
+      getRank(),
+      " of group ",
       name_,
-      " and takes them to do the same; ",
-      operation,
-      " is between ranks that do not. Pipeline parallelism needs a run with all its ranks.");
+      peer < 0 ? std::string(" from any rank") : c10::str(sends ? " to" : " from", " rank ", peer),
+      ": messages are between the first ranks of pipeline stages, which have a process each and stand for the others. "
+      "Pipeline parallelism is timed by trn train --timing-only");
+  meeting_->prepare_message_costs();
+  const at::Tensor& tensor = tensors[0];
+  Region region = logical_region(tensor);
+  if (sends && !has_numbers(tensor)) {
+    region = {nullptr, region.nbytes, nullptr};
+  }
+  Enqueued enqueued = enqueue(tensor.is_privateuseone() ? &tensor : nullptr);
+  const auto other = static_cast<int>(place - live_.begin());
+  auto operation = sends
+      ? meeting_->send(tensor, std::move(region), other, tag, timeout_.load(), std::move(enqueued))
+      : meeting_->receive(tensor, std::move(region), other, tag, timeout_.load(), std::move(enqueued));
+  return wrap(std::move(operation), type, tensors);
 }
 
 void ProcessGroupLone::reduce_equal(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& reduction)
@@ -276,12 +461,12 @@ void ProcessGroupLone::reduce_equal(const at::Tensor& output, const at::Tensor& 
 
 // ---- Collectives ----------------------------------------------------------------------------------------------------
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupLone::broadcast(Tensors& tensors, const c10d::BroadcastOptions&) {
-  return launch("broadcast", OpType::BROADCAST, tensors, tensors);
+c10::intrusive_ptr<c10d::Work> ProcessGroupLone::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  return launch(Collective::Broadcast, OpType::BROADCAST, tensors, tensors, static_cast<int>(opts.rootRank));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupLone::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  auto work = launch("all_reduce", OpType::ALLREDUCE, tensors, tensors);
+  auto work = launch(Collective::AllReduce, OpType::ALLREDUCE, tensors, tensors);
   for (const at::Tensor& tensor : tensors) {
     reduce_equal(tensor, tensor, opts.reduceOp);
   }
@@ -295,7 +480,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupLone::allreduce_coalesced(
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupLone::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  auto work = launch("reduce", OpType::REDUCE, tensors, tensors);
+  auto work = launch(Collective::Reduce, OpType::REDUCE, tensors, tensors);
   if (getRank() == opts.rootRank) {
     for (const at::Tensor& tensor : tensors) {
       reduce_equal(tensor, tensor, opts.reduceOp);
@@ -306,7 +491,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupLone::reduce(Tensors& tensors, const 
 
 c10::intrusive_ptr<c10d::Work>
 ProcessGroupLone::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions&) {
-  auto work = launch("all_gather", OpType::ALLGATHER, inputs, outputs.at(0));
+  auto work = launch(Collective::AllGather, OpType::ALLGATHER, inputs, outputs.at(0));
   for (const at::Tensor& output : outputs[0]) {
     hand_over(output, inputs.at(0));
   }
@@ -315,7 +500,7 @@ ProcessGroupLone::allgather(TensorLists& outputs, Tensors& inputs, const c10d::A
 
 c10::intrusive_ptr<c10d::Work>
 ProcessGroupLone::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) {
-  auto work = launch("all_gather", OpType::_ALLGATHER_BASE, {input}, {output});
+  auto work = launch(Collective::AllGather, OpType::_ALLGATHER_BASE, {input}, {output});
   if (has_numbers(input) && (!output.is_privateuseone() || may_become_known(output))) {
     const UntimedScope untimed;
     std::vector<int64_t> repeats(1, getSize());
@@ -340,7 +525,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupLone::allgather_into_tensor_coalesced
 c10::intrusive_ptr<c10d::Work>
 ProcessGroupLone::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions&) {
   Tensors flat = outputs.empty() ? inputs : outputs[0];
-  auto work = launch("gather", OpType::GATHER, inputs, flat);
+  auto work = launch(Collective::Gather, OpType::GATHER, inputs, flat);
   for (const at::Tensor& output : outputs.empty() ? Tensors() : outputs[0]) {
     hand_over(output, inputs.at(0));
   }
@@ -354,14 +539,14 @@ ProcessGroupLone::scatter(Tensors& outputs, TensorLists& inputs, const c10d::Sca
       "neuron: timing mode: what a rank gets by scatter is known to the root of group ",
       name_,
       " alone");
-  auto work = launch("scatter", OpType::SCATTER, inputs.at(0), outputs);
+  auto work = launch(Collective::Scatter, OpType::SCATTER, inputs.at(0), outputs);
   hand_over(outputs.at(0), inputs[0].at(static_cast<size_t>(getRank())));
   return work;
 }
 
 c10::intrusive_ptr<c10d::Work>
 ProcessGroupLone::reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& opts) {
-  auto work = launch("reduce_scatter", OpType::REDUCE_SCATTER, inputs.at(0), outputs);
+  auto work = launch(Collective::ReduceScatter, OpType::REDUCE_SCATTER, inputs.at(0), outputs);
   reduce_equal(outputs.at(0), inputs[0].at(static_cast<size_t>(getRank())), opts.reduceOp);
   return work;
 }
@@ -378,7 +563,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupLone::reduce_scatter_tensor_coalesced
     Tensors& inputs,
     const c10d::ReduceScatterOptions& opts) {
   const auto type = inputs.size() == 1 ? OpType::_REDUCE_SCATTER_BASE : OpType::REDUCE_SCATTER_TENSOR_COALESCED;
-  auto work = launch("reduce_scatter", type, inputs, outputs);
+  auto work = launch(Collective::ReduceScatter, type, inputs, outputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor& output = outputs.at(i);
     if (has_numbers(inputs[i])) {
@@ -398,7 +583,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupLone::alltoall_base(
     const c10d::AllToAllOptions&) {
   TORCH_CHECK_NOT_IMPLEMENTED(output.is_privateuseone(), "neuron: timing mode has no all_to_all of CPU tensors");
   set_known(output, false);
-  return launch("all_to_all", OpType::ALLTOALL_BASE, {input}, {output});
+  return launch(Collective::AllToAll, OpType::ALLTOALL_BASE, {input}, {output});
 }
 
 c10::intrusive_ptr<c10d::Work>
@@ -407,21 +592,21 @@ ProcessGroupLone::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToA
     TORCH_CHECK_NOT_IMPLEMENTED(output.is_privateuseone(), "neuron: timing mode has no all_to_all of CPU tensors");
     set_known(output, false);
   }
-  return launch("all_to_all", OpType::ALLTOALL, inputs, outputs);
+  return launch(Collective::AllToAll, OpType::ALLTOALL, inputs, outputs);
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupLone::barrier(const c10d::BarrierOptions&) {
-  return launch("barrier", OpType::BARRIER, {}, {});
+  return launch(Collective::Barrier, OpType::BARRIER, {}, {});
 }
 
-c10::intrusive_ptr<c10d::Work> ProcessGroupLone::send(Tensors&, int, int) {
-  refuse("a send");
+c10::intrusive_ptr<c10d::Work> ProcessGroupLone::send(Tensors& tensors, int to, int tag) {
+  return start_message(OpType::SEND, tensors, to, tag);
 }
-c10::intrusive_ptr<c10d::Work> ProcessGroupLone::recv(Tensors&, int, int) {
-  refuse("a receive");
+c10::intrusive_ptr<c10d::Work> ProcessGroupLone::recv(Tensors& tensors, int from, int tag) {
+  return start_message(OpType::RECV, tensors, from, tag);
 }
-c10::intrusive_ptr<c10d::Work> ProcessGroupLone::recvAnysource(Tensors&, int) {
-  refuse("a receive");
+c10::intrusive_ptr<c10d::Work> ProcessGroupLone::recvAnysource(Tensors& tensors, int tag) {
+  return start_message(OpType::RECVANYSOURCE, tensors, -1, tag);
 }
 
 void ProcessGroupLone::startCoalescing() {

@@ -1,15 +1,21 @@
 #pragma once
 
-// The c10d backend "neuron" in timing mode, where one process stands for a job of many ranks: its peers are taken to do
-// what it does at the same time. A collective is priced on the modelled cluster like any other and moves no bytes; what it
-// leaves in a small tensor whose numbers are known follows from the peers having the same. Messages are refused, for a
-// pipeline's stages do different things.
+// The c10d backend "neuron" in timing mode, where one process stands for many ranks: its peers are taken to do what it does
+// at the same time. A collective is priced on the modelled cluster like any other and moves no bytes; what it leaves in a
+// small tensor whose numbers are known follows from the peers having the same.
+//
+// The stages of a pipeline do different things, so there is a process for each. A group in which several ranks have one
+// meets through a Communicator of these, see [Note: Live ranks]: what is known there comes from the root of a broadcast or
+// the sender of a message, and nothing else is.
 
+#include "fabric/Communicator.h"
 #include "timing/CollectiveCost.h"
 #include "timing/VirtualClock.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <atomic>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -20,8 +26,26 @@ namespace trn {
 
 class ProcessGroupLone final : public c10d::Backend {
  public:
-  // `ranks`: of the group, in the job.
-  ProcessGroupLone(int rank, int size, std::string name, std::vector<int> ranks);
+  // Collective over the ranks of the group that have a process: those of `live`, which names ranks of the job and is empty
+  // where this process stands for all. `global_ranks` is empty for the job's default group.
+  static c10::intrusive_ptr<ProcessGroupLone> create(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      int rank,
+      int size,
+      std::chrono::milliseconds timeout,
+      const std::string& name,
+      const std::vector<int64_t>& global_ranks,
+      const std::vector<int>& live);
+
+  // `ranks`: of the group, in the job. `meeting`: of those that have a process, or nullptr.
+  ProcessGroupLone(
+      int rank,
+      std::string name,
+      std::vector<int> ranks,
+      std::shared_ptr<Communicator> meeting,
+      std::vector<int> live,
+      std::chrono::milliseconds timeout);
+  ~ProcessGroupLone() override;
 
   const std::string getBackendName() const override {
     return "neuron";
@@ -29,11 +53,16 @@ class ProcessGroupLone final : public c10d::Backend {
   bool supportsCoalescing() const override {
     return true;
   }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    timeout_ = timeout;
+  }
+  void abort() override;
+  void shutdown() override;
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override {
-    return sequence_;
+    return meeting_ != nullptr ? meeting_->next_sequence() : sequence_;
   }
 
   using Work = c10d::Work;
@@ -70,18 +99,33 @@ class ProcessGroupLone final : public c10d::Backend {
   Ref<Work> barrier(const c10d::BarrierOptions& opts) override;
 
  private:
-  Ref<Work> launch(const char* operation, c10d::OpType type, const Tensors& inputs, Tensors outputs);
-  [[noreturn]] void refuse(const char* operation) const;
-  // The stream that shows the collectives of a device.
-  c10::Stream stream_of(c10::DeviceIndex device);
+  // `root`: of a broadcast, in the group.
+  Ref<Work> launch(Collective operation, c10d::OpType type, const Tensors& inputs, Tensors outputs, int root = -1);
+  // The same, together with the other processes.
+  Ref<Work> meet(Collective operation, c10d::OpType type, const Tensors& inputs, Tensors outputs, int root);
+  Ref<Work> start_message(c10d::OpType type, Tensors& tensors, int peer, int tag);
+  Enqueued enqueue(const at::Tensor* of_device);
+  Ref<Work> wrap(std::shared_ptr<Operation> operation, c10d::OpType type, Tensors outputs);
+  GroupName group_name() const;
+  // `to` gets what `from` has on all members, without a time of its own. Members that have a process may differ.
+  void hand_over(const at::Tensor& to, const at::Tensor& from) const;
   // What a reduction over equal peers leaves.
   void reduce_equal(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& reduction) const;
 
+  struct DeviceStreams { // as in ProcessGroupNeuron
+    c10::Stream collectives;
+    c10::Stream futures;
+  };
+  const DeviceStreams& streams(c10::DeviceIndex device);
+
   const std::string name_;
   const std::vector<int> ranks_;
+  const std::shared_ptr<Communicator> meeting_; // nullptr: no other rank of the group has a process
+  const std::vector<int> live_; // ranks of the group that do
+  std::atomic<std::chrono::milliseconds> timeout_;
   std::mutex mutex_; // of what follows
   std::map<std::string, std::unique_ptr<SharedCostTable>> costs_;
-  std::map<c10::DeviceIndex, c10::Stream> streams_;
+  std::map<c10::DeviceIndex, DeviceStreams> streams_;
   Picoseconds busy_until_ = 0;
   uint64_t sequence_ = 0;
   bool coalescing_ = false;

@@ -22,7 +22,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <numeric>
 #include <functional>
 #include <string>
 #include <vector>
@@ -256,21 +255,25 @@ void init_c10d(pybind11::module_& m) {
       pybind11::call_guard<pybind11::gil_scoped_release>(),
       "Makes the group that a torch.distributed._DistributedBackendOptions describes. Collective over its ranks.");
   pybind11::class_<ProcessGroupLone, c10::intrusive_ptr<ProcessGroupLone>>(
-      m, "ProcessGroupLone", pybind11::module_::import("torch._C._distributed_c10d").attr("Backend"));
+      m, "ProcessGroupLone", pybind11::module_::import("torch._C._distributed_c10d").attr("Backend"))
+      .def("_set_default_timeout", &ProcessGroupLone::setTimeout, pybind11::arg("timeout"));
   m.def(
       "_create_lone_group",
-      [](const c10d::DistributedBackendOptions& options) {
-        std::vector<int> ranks(options.global_ranks_in_group.begin(), options.global_ranks_in_group.end());
-        if (ranks.empty()) { // the job's default group
-          ranks.resize(static_cast<size_t>(options.group_size));
-          std::iota(ranks.begin(), ranks.end(), 0);
-        }
-        return c10::make_intrusive<ProcessGroupLone>(
-            options.group_rank, options.group_size, options.group_id, std::move(ranks));
+      [](const c10d::DistributedBackendOptions& options, const std::vector<int>& live_ranks) {
+        return ProcessGroupLone::create(
+            options.store,
+            options.group_rank,
+            options.group_size,
+            std::chrono::milliseconds(static_cast<int64_t>(options.timeout.count() * 1000)),
+            options.group_id,
+            options.global_ranks_in_group,
+            live_ranks);
       },
       pybind11::arg("options"),
-      "The group that a torch.distributed._DistributedBackendOptions describes, of a process that stands for all "
-      "ranks.");
+      pybind11::arg("live_ranks"),
+      pybind11::call_guard<pybind11::gil_scoped_release>(),
+      "The group that a torch.distributed._DistributedBackendOptions describes, in timing mode. `live_ranks`: those of "
+      "the job that have a process; collective over those of the group.");
   m.def(
       "_time_calls",
       time_calls,

@@ -1,5 +1,6 @@
 #include "fabric/CollectiveOperation.h"
 
+#include "device/TimingOnly.h"
 #include "fabric/BlockReduction.h"
 #include "fabric/FlightRecorder.h"
 #include "fabric/Futex.h"
@@ -57,7 +58,7 @@ CollectiveOperation::CollectiveOperation(Communicator& communicator, CollectiveC
   timeout_ = call_.timeout;
   enqueued_ = call_.enqueued;
   name_ = collective_name(call_.operation);
-  message_nbytes_ = std::max(input_nbytes(), output_nbytes());
+  message_nbytes_ = std::max({input_nbytes(), output_nbytes(), call_.virtual_nbytes});
   in_blocks_ = communicator.blocks_ != nullptr && BlockReduction::takes(call_);
   in_slot_ = !in_blocks_ && travels_in_slot();
 }
@@ -92,6 +93,8 @@ uint64_t CollectiveOperation::agreement() const {
     }
   };
   const bool at_root = call_.root == communicator_->rank();
+  const bool same_everywhere = !has_root(call_.operation) && call_.operation != Collective::AllToAll;
+  hash.add(same_everywhere ? call_.virtual_nbytes : 0);
   switch (call_.operation) {
     case Collective::AllReduce:
     case Collective::Reduce:
@@ -126,9 +129,10 @@ bool CollectiveOperation::travels_in_slot() const {
     return std::all_of(
         regions.begin(), regions.end(), [&](const Region& region) { return region.nbytes == regions[0].nbytes; });
   };
+  if (call_.inputs.empty() && call_.outputs.empty()) {
+    return true; // a barrier, or [Note: Live ranks]
+  }
   switch (call_.operation) {
-    case Collective::Barrier:
-      return true;
     case Collective::AllReduce:
     case Collective::Reduce:
       return input_nbytes() <= kInlineBytes;
@@ -142,10 +146,9 @@ bool CollectiveOperation::travels_in_slot() const {
       return input_nbytes() <= kInlineBytes;
     case Collective::Scatter:
       return output_nbytes() * size <= kInlineBytes;
-    case Collective::AllToAll:
-      return false; // uneven splits are known only pairwise
+    default:
+      return false; // all_to_all: uneven splits are known only pairwise
   }
-  return false;
 }
 
 void CollectiveOperation::stage() {
@@ -244,6 +247,7 @@ void CollectiveOperation::publish(Post& post) {
   post.factor = call_.factor;
   post.output_nbytes = output_nbytes();
   post.message_nbytes = message_nbytes_;
+  post.has_numbers = call_.has_numbers;
   post.ready_ps = enqueued_.ready_ps;
   trace_sequence_ = sequence_;
   describe_transfer(RecordedTransfer::Collective);
@@ -361,6 +365,14 @@ void CollectiveOperation::take_result() {
   }
   staged_.clear();
   span_table_.clear();
+  if (timing_only() && call_.operation == Collective::Broadcast && !call_.outputs.empty()) {
+    const bool has_numbers = communicator_->control_.post(sequence_, call_.root).has_numbers;
+    for (const at::Tensor& tensor : tensors_) {
+      if (tensor.is_privateuseone()) {
+        set_known(tensor, has_numbers && may_become_known(tensor));
+      }
+    }
+  }
 }
 
 void CollectiveOperation::take_from_slot() {

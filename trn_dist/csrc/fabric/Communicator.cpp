@@ -98,9 +98,12 @@ std::shared_ptr<Communicator> Communicator::create(
     std::string name,
     const c10::intrusive_ptr<c10d::Store>& store,
     milliseconds timeout,
-    const Communicator* for_group_of) {
+    const Communicator* for_group_of,
+    VirtualGroup virtual_group) {
   std::shared_ptr<Communicator> communicator(
       new Communicator(std::move(fabric), std::move(fabric_ranks), rank, std::move(name)));
+  communicator->virtual_ranks_ = std::move(virtual_group.ranks);
+  communicator->group_ranks_ = std::move(virtual_group.live);
   if (for_group_of != nullptr) {
     const std::vector<int>& group = for_group_of->fabric_ranks_;
     for (const int r : communicator->fabric_ranks_) {
@@ -367,16 +370,15 @@ void Communicator::throw_if_unusable() const {
 // ---- Communicator: errors -------------------------------------------------------------------------------------------
 
 std::string Communicator::rank_label(int rank) const {
-  const int in_job = fabric_ranks_[rank];
-  if (!group_ranks_.empty()) {
-    rank = group_ranks_[rank];
-  }
+  const int place = fabric_ranks_[rank];
+  rank = group_rank(rank);
+  const int in_job = fabric_->job_rank(place);
   std::string label = c10::str("rank ", rank);
   if (in_job != rank) {
     label += c10::str(" (", in_job, " in the job)");
   }
   if (fabric_->network() != nullptr) {
-    label += " on " + fabric_->hosts().host(in_job).label;
+    label += " on " + fabric_->hosts().host(place).label;
   }
   return label;
 }
@@ -792,16 +794,16 @@ bool Communicator::slot_free(uint64_t sequence) {
 
 void Communicator::prepare_costs(Collective operation) {
   throw_if_unusable(); // a forked child does not have the control block
-  control_.header().costs[static_cast<size_t>(operation)].prepare(fabric_ranks_, collective_name(operation));
+  control_.header().costs[static_cast<size_t>(operation)].prepare(job_ranks(), collective_name(operation));
 }
 
 void Communicator::prepare_message_costs() {
   throw_if_unusable();
-  control_.header().costs[kCollectives].prepare(fabric_ranks_, "send");
+  control_.header().costs[kCollectives].prepare(job_ranks(), "send");
 }
 
 void Communicator::time_slot(Slot& slot, const Exchange& exchange) {
-  if (!group_ranks_.empty()) {
+  if (!group_ranks_.empty() && virtual_ranks_.empty()) {
     return;
   }
   ControlHeader& header = control_.header();
@@ -923,7 +925,7 @@ bool Communicator::private_memory_shared() {
 
 void Communicator::open_slot(uint64_t sequence) {
   const Exchange exchange = read_posts(sequence);
-  if (auto problem = exchange.disagreement()) {
+  if (auto problem = exchange.disagreement(group_ranks_)) {
     fail(c10::str("neuron: collective #", sequence, " of group ", name_, ": ", *problem));
     throw_if_failed();
   }

@@ -52,6 +52,15 @@ class BlockReduction;
 class CollectiveOperation;
 class PointToPoint;
 
+// [Note: Live ranks]
+// In timing mode one process stands for many ranks. Where several processes do, one a pipeline stage, the members of a
+// communicator are those ranks of a group that have a process. They meet in virtual time, and what the group costs is the
+// whole group's. Nothing is moved but small tensors whose numbers are known, see [Note: Known numbers].
+struct VirtualGroup {
+  std::vector<int> ranks; // of the whole group, in the job; empty outside of timing mode
+  std::vector<int> live; // the members' ranks in the group
+};
+
 struct CollectiveCall {
   Collective operation = Collective::Barrier;
   c10::ScalarType dtype = c10::ScalarType::Byte;
@@ -64,6 +73,8 @@ struct CollectiveCall {
   bool chunked_inputs = false;
   bool chunked_outputs = false;
   bool monitored = false; // a barrier that the program calls monitored_barrier
+  uint64_t virtual_nbytes = 0; // without regions: what it would move. [Note: Live ranks]
+  bool has_numbers = true; // what the root of a broadcast gives; in timing mode it may not
   c10::SmallVector<int64_t, 6> shape; // of the first tensor, for messages
   std::vector<at::Tensor> tensors; // kept alive until the collective is done
   Enqueued enqueued;
@@ -81,7 +92,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
       std::string name,
       const c10::intrusive_ptr<c10d::Store>& store,
       std::chrono::milliseconds timeout,
-      const Communicator* for_group_of = nullptr);
+      const Communicator* for_group_of = nullptr,
+      VirtualGroup virtual_group = {});
   ~Communicator();
 
   // The group of `ranks` of this one, all of which must call it, without the others, which may be dead. Needs no store: that
@@ -254,6 +266,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   static void wake_everybody(const ControlBlock& control);
   std::string list_ranks(const std::vector<int>& ranks) const;
 
+  // The ranks of the group that it stands for, in the job.
+  const std::vector<int>& job_ranks() const {
+    return virtual_ranks_.empty() ? fabric_ranks_ : virtual_ranks_;
+  }
+  // What the group that it stands for calls a rank.
+  int group_rank(int rank) const {
+    return group_ranks_.empty() ? rank : group_ranks_[rank];
+  }
+
   // All with the mutex held.
   void progress(bool work);
   void retire();
@@ -290,7 +311,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::vector<RemoteHost> remote_hosts_; // empty on one host
   std::atomic<bool> told_other_hosts_{false}; // that the group has failed
   std::unique_ptr<BlockReduction> blocks_; // where the hosts hold equal blocks
-  std::vector<int> group_ranks_; // if it does part of the work of another group: its ranks there
+  std::vector<int> group_ranks_; // if it does part of the work of another group, or stands for it: its ranks there
+  std::vector<int> virtual_ranks_; // [Note: Live ranks]
   uint64_t group_id_ = 0; // the same on all hosts, and no other group's
   std::atomic<uint64_t> shrinks_{0};
   uint64_t name_text_ = kNoOffset; // the name, interned

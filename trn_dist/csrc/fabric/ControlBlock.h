@@ -42,7 +42,8 @@ constexpr size_t kErrorBytes = 8192;
 constexpr int kMaxShape = 6;
 constexpr uint64_t kNoOffset = UINT64_MAX;
 
-// A run of bytes of the rank that wrote it: in its arena, or with kPrivate set at an address of its process.
+// A run of bytes of the rank that wrote it: in its arena, or with kPrivate set at an address of its process. Of a message,
+// kNoOffset: it has no numbers (timing mode).
 struct Span {
   uint64_t offset;
   uint64_t nbytes;
@@ -57,6 +58,7 @@ struct alignas(64) Post {
   bool away; // of a rank on another host, whose outputs are written there. See [Note: Ranks on other hosts]
   bool in_blocks; // without data here: BlockReduction moves it
   bool in_slot; // the inputs are in `payload`, and each rank takes its own result
+  bool has_numbers; // see CollectiveCall
   int32_t root;
   uint64_t agreement; // derived from the sizes that every rank must see alike
   double factor; // for PremulSum

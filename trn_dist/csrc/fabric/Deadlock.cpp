@@ -146,10 +146,10 @@ std::optional<BlockedRank> blocked_rank(const Fabric& fabric, int rank) {
   return result;
 }
 
-std::string join_ranks(const std::vector<int>& ranks, const char* separator) {
+std::string join_ranks(const Fabric& fabric, const std::vector<int>& ranks, const char* separator) {
   std::ostringstream text;
   for (size_t i = 0; i < ranks.size(); ++i) {
-    text << (i ? separator : "") << "rank " << ranks[i];
+    text << (i ? separator : "") << "rank " << fabric.job_rank(ranks[i]);
   }
   return text.str();
 }
@@ -217,11 +217,11 @@ std::optional<Deadlock> find_deadlock(const Fabric& fabric) {
   }
   Deadlock result;
   std::ostringstream text;
-  text << "neuron: deadlock: " << join_ranks(path, " waits for ") << ", and nothing can match:";
+  text << "neuron: deadlock: " << join_ranks(fabric, path, " waits for ") << ", and nothing can match:";
   for (const auto& [rank, state] : blocked) {
     for (const Need& need : state.needs) {
-      text << "\n  rank " << rank << ": " << need.text << ", waits for "
-           << join_ranks(need.ranks, need.any ? " or " : ", ");
+      text << "\n  rank " << fabric.job_rank(rank) << ": " << need.text << ", waits for "
+           << join_ranks(fabric, need.ranks, need.any ? " or " : ", ");
       const bool known = std::any_of(result.groups.begin(), result.groups.end(), [&](const ControlBlock& group) {
         return group.base() == need.control.base();
       });

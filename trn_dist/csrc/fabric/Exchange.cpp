@@ -266,7 +266,7 @@ std::optional<std::string> Exchange::unequal_splits() const {
   return std::nullopt;
 }
 
-std::optional<std::string> Exchange::disagreement() const {
+std::optional<std::string> Exchange::disagreement(const std::vector<int>& group_ranks) const {
   const Post& first = *views_[0].post;
   bool agree = true;
   for (int r = 1; r < size_ && agree; ++r) {
@@ -293,7 +293,8 @@ std::optional<std::string> Exchange::disagreement() const {
   // Ranks with the same call share a line.
   std::map<std::string, std::vector<int>> calls;
   for (int r = 0; r < size_; ++r) {
-    calls[describe(*views_[r].post) + call_site_text(*views_[r].peer, views_[r].post->site)].push_back(r);
+    calls[describe(*views_[r].post) + call_site_text(*views_[r].peer, views_[r].post->site)].push_back(
+        group_ranks.empty() ? r : group_ranks[r]);
   }
   std::vector<std::pair<std::vector<int>, std::string>> lines;
   for (const auto& [call, ranks] : calls) {

@@ -34,8 +34,9 @@ class Exchange {
       const std::vector<int>& arena_ranks,
       const std::vector<PrivateMemory>& private_memory);
 
-  // nullopt, or a table of who called what when the ranks do not agree.
-  std::optional<std::string> disagreement() const;
+  // nullopt, or a table of who called what when the ranks do not agree. `group_ranks`: what they are called there; empty: as
+  // they are numbered here.
+  std::optional<std::string> disagreement(const std::vector<int>& group_ranks) const;
 
   // Bytes of work in the range of rank `range`, whose results it would rather write itself.
   uint64_t range_nbytes(int range) const;

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace c10d {
@@ -62,6 +63,13 @@ class Fabric {
   const Peer& peer(int rank) const {
     return peers_[rank];
   }
+  // In timing mode its ranks are some of the job's. See [Note: Live ranks].
+  void name_ranks(std::vector<int> job_ranks) {
+    job_ranks_ = std::move(job_ranks);
+  }
+  int job_rank(int rank) const {
+    return job_ranks_.empty() ? rank : job_ranks_[rank];
+  }
   const HostMap& hosts() const {
     return hosts_;
   }
@@ -98,6 +106,7 @@ class Fabric {
   std::string incarnation_;
   uint64_t id_ = 0;
   std::vector<Peer> peers_;
+  std::vector<int> job_ranks_; // empty: the same
   bool has_core_per_rank_ = false;
   std::shared_ptr<Network> network_;
 };

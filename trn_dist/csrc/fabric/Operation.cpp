@@ -75,7 +75,7 @@ void Operation::describe_transfer(RecordedTransfer::Role role) const {
   transfer.role = role;
   transfer.operation = name_;
   transfer.group = communicator_->name();
-  transfer.ranks = communicator_->fabric_ranks_;
+  transfer.ranks = communicator_->job_ranks();
   transfer.sequence = trace_sequence_;
   transfer.bytes = static_cast<int64_t>(message_nbytes_);
   if (enqueued_.stream.has_value()) {

@@ -1,6 +1,7 @@
 #include "fabric/PointToPoint.h"
 
 #include "OsError.h"
+#include "device/TimingOnly.h"
 #include "fabric/FlightRecorder.h"
 #include "fabric/Futex.h"
 
@@ -178,10 +179,13 @@ std::shared_ptr<Operation> PointToPoint::send(
   entry.serial = outbox.next_serial++;
   entry.ready_ps = start;
   operation->sequence_ = entry.serial;
+  const bool without_numbers = region.data == nullptr && region.nbytes > 0;
   const bool in_place =
       region.layout == nullptr && (Arena::get().contains(region.data) || communicator_.private_memory_shared());
-  if (region.nbytes <= kEagerBytes || !in_place) {
-    stage(entry);
+  if (without_numbers || region.nbytes <= kEagerBytes || !in_place) {
+    if (!without_numbers) {
+      stage(entry);
+    }
     operation->complete();
     entry.operation = nullptr;
   }
@@ -247,6 +251,9 @@ void PointToPoint::stage(Outbox::Entry& entry) {
 uint64_t PointToPoint::Outbox::Entry::offset() const {
   if (staged != nullptr) {
     return staged->offset();
+  }
+  if (operation == nullptr) {
+    return kNoOffset;
   }
   const std::byte* data = operation->region_.data;
   const Arena& arena = Arena::get();
@@ -349,8 +356,8 @@ bool PointToPoint::detach(Outbox::Entry& entry, const Outbox& outbox) {
 
 // The same number on both sides, and another for every message of the group.
 uint64_t PointToPoint::trace_sequence(uint64_t serial, int from, int to) const {
-  const auto pair =
-      static_cast<uint64_t>(from) * static_cast<uint64_t>(communicator_.size()) + static_cast<uint64_t>(to);
+  const auto pair = static_cast<uint64_t>(communicator_.group_rank(from)) * communicator_.job_ranks().size() +
+      static_cast<uint64_t>(communicator_.group_rank(to));
   return (pair << 32) + serial;
 }
 
@@ -440,10 +447,11 @@ bool PointToPoint::take(ReceiveOperation& receive, int from) {
       return false; // its sender is moving the payload, and rings again after that
     }
     const Fabric::Peer& sender = communicator_.peer(from);
-    const bool in_private_memory = (message.offset & kPrivate) != 0;
-    const bool in_bounds = in_private_memory
-        ? communicator_.private_memory_shared() // the kernel checks the address
-        : message.offset <= sender.size && message.nbytes <= sender.size - message.offset;
+    const bool has_numbers = message.offset != kNoOffset;
+    const bool in_private_memory = has_numbers && (message.offset & kPrivate) != 0;
+    const bool in_bounds = !has_numbers ? timing_only()
+        : in_private_memory ? communicator_.private_memory_shared() // the kernel checks the address
+                            : message.offset <= sender.size && message.nbytes <= sender.size - message.offset;
     if (message.nbytes != receive.region_.nbytes || !in_bounds) {
       const std::string reason = c10::str(
           "neuron: ",
@@ -460,7 +468,21 @@ bool PointToPoint::take(ReceiveOperation& receive, int from) {
       communicator_.fail(reason);
       return false;
     }
-    if (!in_private_memory) {
+    if (const at::Tensor& tensor = receive.tensors_[0]; timing_only() && tensor.is_privateuseone()) {
+      set_known(tensor, has_numbers && may_become_known(tensor));
+    } else if (!has_numbers) {
+      communicator_.fail(
+          c10::str(
+              "neuron: ",
+              receive.describe(),
+              " of group ",
+              communicator_.name(),
+              " is into host memory, and timing mode has no numbers to put there"));
+      return false;
+    }
+    if (!has_numbers) {
+      // Nothing to copy.
+    } else if (!in_private_memory) {
       receive.region_.write(sender.base + message.offset);
     } else if (!copy_private(receive, from, message.offset & ~kPrivate)) {
       communicator_.fail(
