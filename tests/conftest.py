@@ -2,5 +2,5 @@
 
 import signal
 
-# A shell without job control starts `make test &` with SIGINT ignored, and so would be every process that a test starts.
+# A shell without job control starts `make test &` with SIGINT ignored, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
