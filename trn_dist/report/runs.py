@@ -23,7 +23,7 @@ from rich.text import Text
 from trn_dist.report.page import as_page
 from trn_dist.titan.metrics import LAST_STEP_TABLE, METRICS_FILE, Prediction, Step
 from trn_dist.titan.progress import show_bytes, show_duration, show_short
-from trn_dist.titan.train import FACTS_FILE
+from trn_dist.titan.train import FACTS_FILE, finite
 
 _SHOWN_STEPS = 12
 """Steps of a run on the terminal; a page has them all."""
@@ -77,20 +77,26 @@ def read_run(folder: Path) -> Run:
     Raises:
         RunFolderError: it is none, or a file in it is damaged; a last line that is still being written is not.
     """
+    facts = _read_facts(folder)
+    table = folder / LAST_STEP_TABLE
+    return Run(
+        folder, facts, _read_steps(folder / METRICS_FILE), table.read_text(encoding="utf-8") if table.exists() else ""
+    )
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    file = folder / FACTS_FILE
     try:
-        facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+        facts = json.loads(file.read_text(encoding="utf-8"))
         for name in ("recipe", "model", "layout", "ranks", "started"):
             facts[name]
     except FileNotFoundError:
         raise RunFolderError(f"{folder}: no run folder of `trn train` (there is no {FACTS_FILE})") from None
     except (ValueError, TypeError) as error:
-        raise RunFolderError(f"{folder / FACTS_FILE}: not what `trn train` writes: {error}") from None
+        raise RunFolderError(f"{file}: not what `trn train` writes: {error}") from None
     except KeyError as error:
-        raise RunFolderError(f"{folder / FACTS_FILE}: not what `trn train` writes: {error} is missing") from None
-    table = folder / LAST_STEP_TABLE
-    return Run(
-        folder, facts, _read_steps(folder / METRICS_FILE), table.read_text(encoding="utf-8") if table.exists() else ""
-    )
+        raise RunFolderError(f"{file}: not what `trn train` writes: {error} is missing") from None
+    return facts
 
 
 def _read_steps(file: Path) -> list[Step]:
@@ -111,10 +117,10 @@ def _read_steps(file: Path) -> list[Step]:
 
 def newest_run(runs: Path) -> Path:
     """The run folder in ``runs`` that was started last. Raises RunFolderError when there is none."""
-    facts = [file for file in runs.glob(f"*/{FACTS_FILE}") if file.is_file()]
-    if not facts:
+    folders = [file.parent for file in runs.glob(f"*/{FACTS_FILE}") if file.is_file()]
+    if not folders:
         raise RunFolderError(f"no run folder in {runs}; name one, or make one with `trn train`")
-    return max((read_run(file.parent) for file in facts), key=lambda run: run.facts["started"]).folder
+    return max(folders, key=lambda folder: _read_facts(folder)["started"])
 
 
 def _number(value: float | None, form: str) -> str:
@@ -268,17 +274,11 @@ def print_runs(runs: list[Run], console: Console) -> None:
 
 def as_json(runs: list[Run]) -> list[dict[str, Any]]:
     """Everything of the runs, in plain JSON types: no number is null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
     return [
         {
             "run_folder": str(run.folder),
-            **plain(run.facts),
-            "steps": [plain(dataclasses.asdict(step)) for step in run.steps],
+            **finite(run.facts),
+            "steps": [finite(dataclasses.asdict(step)) for step in run.steps],
         }
         for run in runs
     ]

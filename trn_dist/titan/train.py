@@ -185,7 +185,7 @@ def run(
     print(_summary(resolved, folder, progress, exit_code, seconds), file=shown, flush=True)
     if as_json:
         last = None if progress.last is None else dataclasses.asdict(progress.last)
-        print(json.dumps(_plain({**facts, "run_folder": str(folder), "last_step": last}), indent=2), flush=True)
+        print(json.dumps(finite({**facts, "run_folder": str(folder), "last_step": last}), indent=2), flush=True)
     return exit_code
 
 
@@ -289,10 +289,10 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     part.replace(file)
 
 
-def _plain(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Without NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -327,7 +327,7 @@ def _conclude(facts: dict[str, Any], folder: Path, progress: RunProgress, exit_c
         "first": loss(progress.first),
         "last": loss(progress.last),
     }
-    _write_json(folder / FACTS_FILE, _plain(facts))
+    _write_json(folder / FACTS_FILE, finite(facts))
 
 
 def _summary(recipe: Recipe, folder: Path, progress: RunProgress, exit_code: int, seconds: float) -> str:
