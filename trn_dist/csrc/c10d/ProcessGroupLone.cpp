@@ -6,7 +6,6 @@
 #include "device/Stream.h"
 #include "device/TimingOnly.h"
 #include "fabric/Exchange.h"
-#include "fabric/Host.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -243,9 +242,7 @@ void ProcessGroupLone::abort() {
 }
 
 GroupName ProcessGroupLone::group_name() const {
-  const std::string& description = getGroupDesc();
-  const bool undescribed = description.empty() || description == "undefined";
-  return {name_id(undescribed ? name_ : description), *std::min_element(ranks_.begin(), ranks_.end())};
+  return group_name_of(*this, name_, *std::min_element(ranks_.begin(), ranks_.end()));
 }
 
 void ProcessGroupLone::hand_over(const at::Tensor& to, const at::Tensor& from) const {
@@ -258,15 +255,6 @@ void ProcessGroupLone::hand_over(const at::Tensor& to, const at::Tensor& from) c
   const UntimedScope untimed;
   at::Tensor target = to;
   target.copy_(from.reshape(to.sizes()));
-}
-
-const ProcessGroupLone::DeviceStreams& ProcessGroupLone::streams(c10::DeviceIndex device) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  auto it = streams_.find(device);
-  if (it == streams_.end()) {
-    it = streams_.emplace(device, DeviceStreams{new_stream(device), new_stream(device)}).first;
-  }
-  return it->second;
 }
 
 c10::intrusive_ptr<c10d::Work>
@@ -295,7 +283,7 @@ ProcessGroupLone::launch(Collective collective, OpType type, const Tensors& inpu
   call.transfer = enqueued.transfer;
   call.group = group_name();
   if (of_device != nullptr) {
-    call.stream = streams(device).collectives;
+    call.stream = streams_[device].collectives;
   }
   {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -360,35 +348,13 @@ ProcessGroupLone::meet(Collective operation, OpType type, const Tensors& inputs,
     call.virtual_nbytes = static_cast<uint64_t>(bytes);
   }
   meeting_->prepare_costs(operation);
-  call.enqueued = enqueue(of_device);
+  call.enqueued = enqueue_call(streams_, group_name(), of_device);
   return wrap(meeting_->post(std::move(call)), type, std::move(outputs));
-}
-
-Enqueued ProcessGroupLone::enqueue(const at::Tensor* of_device) {
-  Enqueued enqueued;
-  if (host_hooks.call_site != nullptr) {
-    enqueued.call_site = host_hooks.call_site();
-  }
-  enqueued.launch_site = launch_site();
-  enqueued.group = group_name();
-  const c10::DeviceIndex device = of_device != nullptr ? of_device->device().index() : current_device();
-  if (of_device != nullptr) {
-    enqueued.stream = streams(device).collectives;
-  }
-  const EnqueuedTransfer transfer = trn::enqueue(current_stream(device));
-  enqueued.ready_ps = transfer.ready;
-  enqueued.transfer = transfer.transfer;
-  return enqueued;
 }
 
 c10::intrusive_ptr<c10d::Work>
 ProcessGroupLone::wrap(std::shared_ptr<Operation> operation, OpType type, Tensors outputs) {
-  std::optional<c10::Stream> future_stream;
-  if (!outputs.empty() && is_neuron(outputs[0])) {
-    const DeviceStreams& device = streams(outputs[0].device().index());
-    future_stream = device.futures;
-    add_pending_or_join(device.collectives, operation, operation->done());
-  }
+  const std::optional<c10::Stream> future_stream = streams_.hold(operation, outputs);
   auto work = c10::make_intrusive<WorkNeuron>(
       getRank(),
       type,
@@ -424,7 +390,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupLone::start_message(OpType type, Tens
   if (sends && !has_numbers(tensor)) {
     region = {nullptr, region.nbytes, nullptr};
   }
-  Enqueued enqueued = enqueue(tensor.is_privateuseone() ? &tensor : nullptr);
+  Enqueued enqueued = enqueue_call(streams_, group_name(), &tensor);
   const auto other = static_cast<int>(place - live_.begin());
   auto operation = sends
       ? meeting_->send(tensor, std::move(region), other, tag, timeout_.load(), std::move(enqueued))

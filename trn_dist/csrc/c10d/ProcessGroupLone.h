@@ -8,6 +8,7 @@
 // meets through a Communicator of these, see [Note: Live ranks]: what is known there comes from the root of a broadcast or
 // the sender of a message, and nothing else is.
 
+#include "c10d/GroupStreams.h"
 #include "fabric/Communicator.h"
 #include "timing/CollectiveCost.h"
 #include "timing/VirtualClock.h"
@@ -104,7 +105,6 @@ class ProcessGroupLone final : public c10d::Backend {
   // The same, together with the other processes.
   Ref<Work> meet(Collective operation, c10d::OpType type, const Tensors& inputs, Tensors outputs, int root);
   Ref<Work> start_message(c10d::OpType type, Tensors& tensors, int peer, int tag);
-  Enqueued enqueue(const at::Tensor* of_device);
   Ref<Work> wrap(std::shared_ptr<Operation> operation, c10d::OpType type, Tensors outputs);
   GroupName group_name() const;
   // `to` gets what `from` has on all members, without a time of its own. Members that have a process may differ.
@@ -112,20 +112,14 @@ class ProcessGroupLone final : public c10d::Backend {
   // What a reduction over equal peers leaves.
   void reduce_equal(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& reduction) const;
 
-  struct DeviceStreams { // as in ProcessGroupNeuron
-    c10::Stream collectives;
-    c10::Stream futures;
-  };
-  const DeviceStreams& streams(c10::DeviceIndex device);
-
   const std::string name_;
   const std::vector<int> ranks_;
   const std::shared_ptr<Communicator> meeting_; // nullptr: no other rank of the group has a process
   const std::vector<int> live_; // ranks of the group that do
   std::atomic<std::chrono::milliseconds> timeout_;
+  GroupStreams streams_;
   std::mutex mutex_; // of what follows
   std::map<std::string, std::unique_ptr<SharedCostTable>> costs_;
-  std::map<c10::DeviceIndex, DeviceStreams> streams_;
   Picoseconds busy_until_ = 0;
   uint64_t sequence_ = 0;
   bool coalescing_ = false;

@@ -3,7 +3,6 @@
 #include "c10d/Arguments.h"
 #include "c10d/Profile.h"
 #include "device/Device.h"
-#include "fabric/Host.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -284,38 +283,12 @@ milliseconds ProcessGroupNeuron::timeout_or(milliseconds timeout) const {
   return timeout.count() > 0 ? timeout : milliseconds(timeout_ms_.load(std::memory_order_relaxed));
 }
 
-const ProcessGroupNeuron::DeviceStreams& ProcessGroupNeuron::streams(c10::DeviceIndex device) {
-  std::lock_guard<std::mutex> guard(streams_mutex_);
-  auto it = streams_.find(device);
-  if (it == streams_.end()) {
-    it = streams_.emplace(device, DeviceStreams{new_stream(device), new_stream(device)}).first;
-  }
-  return it->second;
-}
-
 GroupName ProcessGroupNeuron::group_name() {
-  // Groups along one dimension of a device mesh are described alike, and named apart.
-  const std::string& description = getGroupDesc();
-  return {
-      name_id(description.empty() || description == "undefined" ? communicator_->name() : description), first_rank_};
+  return group_name_of(*this, communicator_->name(), first_rank_);
 }
 
 Enqueued ProcessGroupNeuron::enqueue(const Tensors& tensors) {
-  Enqueued enqueued;
-  if (host_hooks.call_site != nullptr) {
-    enqueued.call_site = host_hooks.call_site();
-  }
-  enqueued.launch_site = launch_site();
-  enqueued.group = group_name();
-  if (!tensors.empty() && is_neuron(tensors[0])) {
-    const auto device = tensors[0].device().index();
-    enqueued.stream = streams(device).collectives;
-  }
-  const EnqueuedTransfer transfer = trn::enqueue(
-      enqueued.stream.has_value() ? current_stream(enqueued.stream->device_index()) : current_stream(current_device()));
-  enqueued.ready_ps = transfer.ready;
-  enqueued.transfer = transfer.transfer;
-  return enqueued;
+  return enqueue_call(streams_, group_name(), tensors.empty() ? nullptr : &tensors[0]);
 }
 
 c10::intrusive_ptr<c10d::Work>
@@ -400,12 +373,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::wrap(
   if (!operation->finished()) {
     operation->claim(std::move(uses));
   }
-  std::optional<c10::Stream> future_stream;
-  if (!outputs.empty() && is_neuron(outputs[0])) {
-    const DeviceStreams& device = streams(outputs[0].device().index());
-    future_stream = device.futures;
-    add_pending_or_join(device.collectives, operation, operation->done());
-  }
+  const std::optional<c10::Stream> future_stream = streams_.hold(operation, outputs);
   if (now) {
     return nullptr; // as ProcessGroupNCCL's: there is nothing left to wait for
   }
@@ -430,7 +398,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupNeuron::endCoalescing() {
   coalescing.erase(communicator_);
   std::optional<c10::Stream> future_stream;
   if (!calls.outputs.empty() && is_neuron(calls.outputs[0])) {
-    future_stream = streams(calls.outputs[0].device().index()).futures;
+    future_stream = streams_[calls.outputs[0].device().index()].futures;
   }
   return c10::make_intrusive<WorkNeuron>(
       getRank(), OpType::COALESCED, std::move(calls.operations), std::move(calls.outputs), future_stream);

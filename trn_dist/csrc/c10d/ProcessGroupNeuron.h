@@ -3,6 +3,7 @@
 // The c10d backend "neuron". Checks the arguments of each call, as ProcessGroupNCCL does, and hands the memory of the
 // tensors to a Communicator. Serves neuron tensors in place, CPU tensors by one copy in and one out.
 
+#include "c10d/GroupStreams.h"
 #include "c10d/WorkNeuron.h"
 #include "fabric/Communicator.h"
 
@@ -181,11 +182,6 @@ class ProcessGroupNeuron final : public c10d::Backend {
   std::chrono::milliseconds timeout_or(std::chrono::milliseconds timeout) const;
   void check_root(int64_t root, int64_t root_tensor, const char* name) const;
 
-  struct DeviceStreams {
-    c10::Stream collectives; // holds what is in flight, for synchronize() of the device
-    c10::Stream futures; // see WorkNeuron
-  };
-  const DeviceStreams& streams(c10::DeviceIndex device);
   // Where the ranks of this group that form a new one meet.
   c10::intrusive_ptr<c10d::Store> store_for(const char* purpose, const std::vector<int>& ranks);
 
@@ -198,8 +194,7 @@ class ProcessGroupNeuron final : public c10d::Backend {
   std::atomic<int64_t> timeout_ms_;
   std::mutex taken_mutex_;
   std::map<std::string, int> taken_; // see store_for
-  std::mutex streams_mutex_;
-  std::map<c10::DeviceIndex, DeviceStreams> streams_;
+  GroupStreams streams_;
 };
 
 } // namespace trn

@@ -157,6 +157,10 @@ double time_calls(
   TORCH_CHECK_VALUE(false, "neuron: _time_calls knows no operation ", operation);
 }
 
+std::chrono::milliseconds timeout_of(const c10d::DistributedBackendOptions& options) {
+  return std::chrono::milliseconds(static_cast<int64_t>(options.timeout.count() * 1000));
+}
+
 void check_signals() {
   // Python handles signals on its main thread alone, which is the process's first.
   if (!Py_IsInitialized() || syscall(SYS_gettid) != getpid()) {
@@ -247,7 +251,7 @@ void init_c10d(pybind11::module_& m) {
             options.store,
             options.group_rank,
             options.group_size,
-            std::chrono::milliseconds(static_cast<int64_t>(options.timeout.count() * 1000)),
+            timeout_of(options),
             options.group_id,
             options.global_ranks_in_group);
       },
@@ -264,7 +268,7 @@ void init_c10d(pybind11::module_& m) {
             options.store,
             options.group_rank,
             options.group_size,
-            std::chrono::milliseconds(static_cast<int64_t>(options.timeout.count() * 1000)),
+            timeout_of(options),
             options.group_id,
             options.global_ranks_in_group,
             live_ranks);

@@ -452,12 +452,12 @@ bool PointToPoint::take(ReceiveOperation& receive, int from) {
     const bool in_bounds = !has_numbers ? timing_only()
         : in_private_memory ? communicator_.private_memory_shared() // the kernel checks the address
                             : message.offset <= sender.size && message.nbytes <= sender.size - message.offset;
+    const auto fail = [&](const auto&... why) {
+      communicator_.fail(c10::str("neuron: ", receive.describe(), " of group ", communicator_.name(), why...));
+      return false;
+    };
     if (message.nbytes != receive.region_.nbytes || !in_bounds) {
-      const std::string reason = c10::str(
-          "neuron: ",
-          receive.describe(),
-          " of group ",
-          communicator_.name(),
+      return fail(
           " got a message of ",
           message.nbytes,
           " bytes from ",
@@ -465,38 +465,23 @@ bool PointToPoint::take(ReceiveOperation& receive, int from) {
           ": a receive must have the size of its send. Noticed by ",
           communicator_.rank_label(communicator_.rank()),
           ".");
-      communicator_.fail(reason);
-      return false;
     }
     if (const at::Tensor& tensor = receive.tensors_[0]; timing_only() && tensor.is_privateuseone()) {
       set_known(tensor, has_numbers && may_become_known(tensor));
     } else if (!has_numbers) {
-      communicator_.fail(
-          c10::str(
-              "neuron: ",
-              receive.describe(),
-              " of group ",
-              communicator_.name(),
-              " is into host memory, and timing mode has no numbers to put there"));
-      return false;
+      return fail(" is into host memory, and timing mode has no numbers to put there");
     }
     if (!has_numbers) {
       // Nothing to copy.
     } else if (!in_private_memory) {
       receive.region_.write(sender.base + message.offset);
     } else if (!copy_private(receive, from, message.offset & ~kPrivate)) {
-      communicator_.fail(
-          c10::str(
-              "neuron: ",
-              receive.describe(),
-              " of group ",
-              communicator_.name(),
-              " cannot read the sender's tensor (process_vm_readv: ",
-              os_error(),
-              "); has its process ended? Noticed by ",
-              communicator_.rank_label(communicator_.rank()),
-              "."));
-      return false;
+      return fail(
+          " cannot read the sender's tensor (process_vm_readv: ",
+          os_error(),
+          "); has its process ended? Noticed by ",
+          communicator_.rank_label(communicator_.rank()),
+          ".");
     }
     const Picoseconds start = std::max(message.ready_ps, receive.enqueued_.ready_ps);
     message.state.store(value(MessageState::Done));
